@@ -41,7 +41,7 @@ _GRACE = 5.0
 _LASTING = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "weightsync.testing.nursery",
+    "weightsync.testing.fork_server",
 )
 
 _strays = pytest.StashKey[list[str]]()
@@ -134,13 +134,13 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def first_gloo_group() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    from tests.integration.nursery import NURSERY
+    """Gloo keeps a pipe from its first group on, for the life of the process; the fork server a socket."""
+    from tests.integration.fork_server import FORK_SERVER
 
     from weightsync.deadline import Deadline
     from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 
-    NURSERY.start()
+    FORK_SERVER.start()
     rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 

@@ -221,7 +221,7 @@ class RolloutBroker:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the coordinator is shutting down")
         if not answer.done():  # withdraw it, so that no controller executes it after its sender gave up
             why = f"no rollout controller executed {order.kind} within {order.timeout:g} s: is one connected to this coordinator?"
-            self._settle(number, answer, Answered(self._orders.epoch, why, DeadlineExceeded.__name__))
+            self._resolve(number, answer, Answered(self._orders.epoch, why, DeadlineExceeded.__name__))
         outcome = answer.result()
         if outcome.kind is not None:
             raise from_wire(outcome.kind, outcome.message)
@@ -235,7 +235,7 @@ class RolloutBroker:
         if answer is None:
             raise MembershipError(f"order {number} does not exist")
         if not answer.done():  # otherwise a repeated outcome, whose sender lost our response, or a late one
-            self._settle(number, answer, outcome)
+            self._resolve(number, answer, outcome)
         return _json(Taken())
 
     async def _body(self, request: Request, kind: type[T]) -> T:
@@ -253,11 +253,11 @@ class RolloutBroker:
         with decoding(f"not a {kind.__name__}", ConfigurationError):
             return msgspec.json.decode(body, type=kind)
 
-    def _settle(self, number: int, answer: asyncio.Future[Answered], outcome: Answered) -> None:
+    def _resolve(self, number: int, answer: asyncio.Future[Answered], outcome: Answered) -> None:
         answer.set_result(outcome)
         self._orders.withdraw(number)
-        settled = [known for known, answer in self._answers.items() if answer.done()]
-        for known in settled[: max(0, len(settled) - _REMEMBERED)]:  # the others answer repeated orders
+        resolved = [known for known, answer in self._answers.items() if answer.done()]
+        for known in resolved[: max(0, len(resolved) - _REMEMBERED)]:  # the others answer repeated orders
             del self._answers[known]
 
     def _fetch(self, followed: _Followed) -> Callable[[Request], Awaitable[Response]]:

@@ -175,7 +175,7 @@ class RolloutCallback(Closeable):
     async def _send(self, command: Order, deadline: Deadline) -> str:
         # Waits a little longer than the order's own time limit, so that the coordinator's error can arrive.
         answer = await request_until(
-            self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, patience=_GRACE
+            self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, grace=_GRACE
         )
         return str(msgspec.json.decode(answer.content)["message"])
 

@@ -204,7 +204,7 @@ async def request_until(
     path: str,
     content: bytes,
     deadline: Deadline,
-    patience: float = 0.0,
+    grace: float = 0.0,
 ) -> httpx.Response:
     """Send an idempotent request and return the response. Repeat it while the coordinator is unreachable, until the deadline.
 
@@ -215,7 +215,7 @@ async def request_until(
         path: Path and query.
         content: Body.
         deadline: Deadline of all attempts.
-        patience: Seconds to wait beyond the deadline for a response that the coordinator sends at the deadline.
+        grace: Seconds to wait beyond the deadline for a response that the coordinator sends at the deadline.
 
     Raises:
         CoordinatorUnreachable: The coordinator did not answer. The message names its address.
@@ -228,7 +228,7 @@ async def request_until(
         except DeadlineExceeded:
             raise CoordinatorUnreachable(unreachable(settings, why)) from None
         try:
-            timeout = httpx.Timeout(left + patience, connect=min(settings.timeouts.connect, left))
+            timeout = httpx.Timeout(left + grace, connect=min(settings.timeouts.connect, left))
             answer = await http.request(method, path, content=content, timeout=timeout)
             check(answer, settings)
             return answer

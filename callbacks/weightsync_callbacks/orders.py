@@ -263,15 +263,15 @@ class CommandFollower:
             async for signal in signals:
                 key = (signal.epoch, signal.number)
                 self._done[key] = asyncio.create_task(self._carry_out(signal), name=f"order {signal.number}")
-                self._done[key].add_done_callback(self._forget(key))
+                self._done[key].add_done_callback(self._discard(key))
 
-    def _forget(self, key: tuple[str, int]) -> Callable[[asyncio.Task[None]], None]:
-        def forget(task: asyncio.Task[None]) -> None:
+    def _discard(self, key: tuple[str, int]) -> Callable[[asyncio.Task[None]], None]:
+        def discard(task: asyncio.Task[None]) -> None:
             self._done.pop(key, None)
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.warning("could not report the outcome of an order: %s", error)
 
-        return forget
+        return discard
 
     async def _carry_out(self, signal: Signal) -> None:
         where = f"/v1/rollouts/orders/{signal.number}"

@@ -16,7 +16,7 @@ from weightsync.errors import RoundFailed
 
 __all__ = ["main"]
 
-_PATIENCE = 300.0  # seconds that ranks wait for each other, for the parent, and for a round
+_TIMEOUT = 300.0  # seconds that ranks wait for each other, for the parent, and for a round
 
 
 def main(argument: str) -> int:
@@ -35,7 +35,7 @@ def main(argument: str) -> int:
     torch.set_num_threads(1)
     wish, first = mine.settings, mine.rank == 0
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
-    join(mine.rank, mine.world_size, mine.port, mine.listen_fd, _PATIENCE)
+    join(mine.rank, mine.world_size, mine.port, mine.listen_fd, _TIMEOUT)
     try:
         if wish.trainer == "fsdp":
             from examples.demo.training import Training
@@ -61,12 +61,12 @@ def main(argument: str) -> int:
                 training.save(directory, (mine.epoch, version))
                 if first:
                     parent.tell(Saved(version))
-                    parent.wait_for_word(Deadline(_PATIENCE))
+                    parent.wait_for_word(Deadline(_TIMEOUT))
                 dist.barrier()
                 started = time.perf_counter()
                 failure = ""
                 try:
-                    result = trainer.publish(version, timeout=_PATIENCE)
+                    result = trainer.publish(version, timeout=_TIMEOUT)
                 except RoundFailed as error:
                     if not wish.kill:
                         raise
@@ -83,7 +83,7 @@ def main(argument: str) -> int:
                 if first:
                     parent.tell(Publication(version, time.perf_counter() - started, result))
             if first:
-                parent.wait_for_word(Deadline(_PATIENCE))  # the regions stay until the last probe was answered
+                parent.wait_for_word(Deadline(_TIMEOUT))  # the regions stay until the last probe was answered
             dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ class Batch:
     tokens: torch.Tensor
     """``int64[rows, length]``: prompt and answer."""
     sampled: torch.Tensor
-    """Log-probabilities under the weights that made each token, as the server attested them."""
+    """Log-probabilities under the weights that made each token, as the server reported them."""
     weight: torch.Tensor
     """The advantage of the row's sample, at the tokens of its answer."""
     mask: torch.Tensor

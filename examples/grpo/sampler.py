@@ -61,7 +61,7 @@ class Sampler:
         """Sequences are short: reading one anew for each token costs less than a cache, and needs none dropped in a round."""
         with torch.inference_mode():
             logits = self.model(input_ids=torch.tensor([[*prompt, *answer.tokens]]), use_cache=False).logits[0, -1].float()
-            # The attested probability is the model's own, at temperature 1, as vLLM attests it by default.
+            # The reported probability is the model's own, at temperature 1, as vLLM reports it by default.
             known = torch.log_softmax(logits, -1)
             scaled = torch.softmax(logits / temperature, -1) if temperature > 0 else (logits == logits.max()).float()
             token = int(torch.multinomial(scaled, 1, generator=self._random))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "staleness"]
 
-_PATIENCE = 600.0  # seconds for a batch, a round, another rank
+_TIMEOUT = 600.0  # seconds for a batch, a round, another rank
 _SAMPLING = Sampling(max_tokens=ANSWER_TOKENS, stop_token_ids=(END,))
 
 Group = list[tuple[Sample, float]]
@@ -67,16 +67,16 @@ def controller(mine: TrainerSettings) -> RolloutController[Group]:
         max_staleness=wish.bound,  # what may start
         max_age=wish.bound,  # and what may be taken: an answer that took long is given up for a fresh one
         max_concurrent=2 * wish.groups,
-        task_seconds=_PATIENCE,
+        task_seconds=_TIMEOUT,
     )
     generation = VllmTokens() if wish.engine == "vllm" else Completions(stream=False)
     return RolloutController(admission, generation, mine.urls, coordinator=ClientSettings.load(coordinator=mine.coordinator))
 
 
 def staleness(version: int, rollouts: Sequence[Rollout[Group]], bound: int) -> Counter[int]:
-    """Samples, by how many versions the oldest token is behind ``version``, from what the servers attested of each token.
+    """Samples, by how many versions the oldest token is behind ``version``, from what the servers reported of each token.
 
-    Raises :class:`~weightsync.errors.VersionError` for a sample beyond the bound, from the future, or not attested in full.
+    Raises :class:`~weightsync.errors.VersionError` for a sample beyond the bound, from the future, or not reported in full.
     """
     found: Counter[int] = Counter()
     for rollout in rollouts:
@@ -104,17 +104,17 @@ class Loop:
 
     def run(self) -> None:
         """Version 0 is the policy after its supervised beginning; each step consumes one batch and makes the next version."""
-        self._trainer.publish(0, timeout=_PATIENCE)
+        self._trainer.publish(0, timeout=_TIMEOUT)
         if self._rollouts is not None:
             self._rollouts.feed(group_task(prompt, self._wish.group_size) for prompt in problems(self._wish.seed))
         for version in range(self._wish.steps):
             self._step(version)
         if self._publication is not None:
-            self._publication.result(_PATIENCE)
+            self._publication.result(_TIMEOUT)
 
     def _step(self, version: int) -> None:
         began = time.perf_counter()
-        groups = [] if self._rollouts is None else self._rollouts.batch(_PATIENCE, version)
+        groups = [] if self._rollouts is None else self._rollouts.batch(_TIMEOUT, version)
         got = time.perf_counter()
         behind = staleness(version, groups, self._wish.bound)
         loss, clipped = self._learner.learn([group.value for group in groups])
@@ -126,11 +126,11 @@ class Loop:
 
     def _publish(self, version: int) -> None:
         if self._wish.mode == "one-step-off":
-            self._trainer.publish(version, timeout=_PATIENCE)  # returns when the replicas serve it
+            self._trainer.publish(version, timeout=_TIMEOUT)  # returns when the replicas serve it
             return
         if self._publication is not None:
-            self._publication.result(_PATIENCE)  # the one before; its failure is ours
-        self._publication = self._trainer.publish_async(version, timeout=_PATIENCE)  # returns when it is copied
+            self._publication.result(_TIMEOUT)  # the one before; its failure is ours
+        self._publication = self._trainer.publish_async(version, timeout=_TIMEOUT)  # returns when it is copied
 
     def _tell(
         self,
@@ -187,14 +187,14 @@ def main(argument: str) -> int:
         parent.tell(WarmedUp(loss, time.perf_counter() - began))
     with ExitStack() as owned:
         if wish.trainer_ranks > 1:
-            join(mine.rank, wish.trainer_ranks, mine.port, mine.listen_fd, _PATIENCE)
+            join(mine.rank, wish.trainer_ranks, mine.port, mine.listen_fd, _TIMEOUT)
             owned.callback(dist.destroy_process_group)
         learner = Learner(model, wish)
         trainer = owned.enter_context(Trainer(model, mine.coordinator))
         rollouts = owned.enter_context(Rollouts(lambda: controller(mine))) if mine.rank == 0 else None
         parent.tell(Ready(f"trainer-{mine.rank}"))
         if mine.rank == 0:
-            parent.wait_for_word(Deadline(_PATIENCE))  # the replicas are there
+            parent.wait_for_word(Deadline(_TIMEOUT))  # the replicas are there
         Loop(wish, learner, trainer, rollouts, parent).run()
     return 0
 

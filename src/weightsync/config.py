@@ -166,7 +166,7 @@ Require = Literal["all", "any"] | Annotated[int, msgspec.Meta(ge=0)]
 """Which replicas a round needs to be ``ok``: all that are known, at least one, or at least so many (0: none).
 
 A replica is known from its first connection on, also while it is lost, refused (its tensors differ) or not complete. It is
-forgotten when all of its ranks were closed on purpose (``Engine.close()``, also by the end of a ``with`` block).
+dropped when all of its ranks were closed on purpose (``Engine.close()``, also by the end of a ``with`` block).
 """
 
 

@@ -139,7 +139,7 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._inodes: dict[int, int] = {}
-        in_children(self, _Selector._forget)
+        in_children(self, _Selector._after_fork)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:  # noqa: ANN401
         """See :class:`selectors.BaseSelector`."""
@@ -147,7 +147,7 @@ class _Selector(selectors.DefaultSelector):
         self._inodes[key.fd] = os.fstat(key.fd).st_ino
         return key
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
         # The event queue first: the parent shares it, and an event that the child takes would be lost to the parent.
         if isinstance(self, selectors.EpollSelector):
             with suppress(ValueError, OSError):

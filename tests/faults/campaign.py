@@ -163,8 +163,10 @@ def look_for_leaks(stage: Stage, before: dict[str, Held], found: Findings) -> No
     """Note what the parties hold more than ``before``."""
     for name, party in stage.parties.items():
         # The end of a connection can be lost with the cable: then the other side notices by its keep-alive, within a minute.
-        settle = 5.0 if stage.network is None else 90.0
-        found.leaks += [f"{stage.transport}: {name} {what}" for what in grown(before[name], party.pid, settle, spare_threads(name))]
+        seconds = 5.0 if stage.network is None else 90.0
+        found.leaks += [
+            f"{stage.transport}: {name} {what}" for what in grown(before[name], party.pid, seconds, spare_threads(name))
+        ]
 
 
 def _run(stage: Stage, case: Case, found: Findings) -> None:

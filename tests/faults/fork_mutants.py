@@ -36,7 +36,7 @@ def _closed_by_a_child() -> AbstractContextManager[None]:
 
 
 def _connection_kept() -> AbstractContextManager[None]:
-    return replaced((forks._Selector, "_forget", _nothing))
+    return replaced((forks._Selector, "_after_fork", _nothing))
 
 
 def _memory_kept() -> AbstractContextManager[None]:

@@ -38,9 +38,9 @@ def held(pid: int) -> Held:
     return Held(kinds, sum(1 for _ in (root / "task").iterdir()), pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def grown(before: Held, pid: int, settle: float = 5.0, spare_threads: int = 0) -> list[str]:
-    """What ``pid`` holds more than ``before``, once it had ``settle`` seconds to let go; so many threads more are no news."""
-    pause, left = threading.Event(), settle
+def grown(before: Held, pid: int, seconds: float = 5.0, spare_threads: int = 0) -> list[str]:
+    """What ``pid`` holds more than ``before``, once it had ``seconds`` seconds to let go; so many threads more are no news."""
+    pause, left = threading.Event(), seconds
     while True:
         now = held(pid)
         more = now.descriptors - before.descriptors

@@ -42,7 +42,7 @@ __all__ = ["Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "t
 Sockets = tuple[socket.socket, socket.socket, socket.socket]
 """Commands, failpoints, requests: this process's ends."""
 
-_PATIENCE = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
+_TIMEOUT = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
 _ROW = 4 * SHAPE[1]
 
 
@@ -55,7 +55,7 @@ def run(target: Callable[[Sockets, dict[str, Any]], None], sockets: Sockets, con
 
 def lines(sock: socket.socket) -> Iterator[dict[str, Any]]:
     """Messages of the runner, until it closes its end."""
-    sock.settimeout(_PATIENCE)
+    sock.settimeout(_TIMEOUT)
     with sock.makefile("rb") as stream:
         try:
             for line in stream:
@@ -74,7 +74,7 @@ class Gate:
 
     def __init__(self, sock: socket.socket, orders: Callable[[dict[str, Any]], None] = lambda order: None) -> None:
         logging.disable(logging.WARNING)  # lost connections are what this is about
-        sock.settimeout(_PATIENCE)
+        sock.settimeout(_TIMEOUT)
         self._sock, self._stream = sock, sock.makefile("rb")
         self._orders = orders
         self.made: Closable | None = None

@@ -36,7 +36,7 @@ from weightsync.errors import VersionError, WeightSyncError
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard, ShardedState
 
-__all__ = ["Judgement", "main", "run_people"]
+__all__ = ["Oracle", "main", "run_people"]
 
 _TOKEN = "of-real-people-0123456789abcdef0123456789"
 _SHAPES = {"embed": (8, 8), "up": (64, 33), "norm": (7,)}
@@ -47,7 +47,7 @@ _HOLDS_BEFORE = 100  # uses of its module, an engine's process holds its interpr
 
 
 @dataclass
-class Judgement:
+class Oracle:
     """What the processes of one run saw."""
 
     seed: int = 0
@@ -66,7 +66,7 @@ class Judgement:
             self.wrong.append(f"{who}: version {number} is step {step:g}, and was step {known:g} to somebody else")
 
     def take(self, who: str, said: dict[str, Any]) -> None:
-        """Judge what a process reports."""
+        """Check what a process reports."""
         match said:
             case {"use": label, "values": values}:
                 self.uses += 1
@@ -288,13 +288,13 @@ def _engine(seed: int, name: str, held: float) -> None:
 class _Party:
     """A process, and what it reports."""
 
-    def __init__(self, name: str, arguments: Sequence[object], environment: dict[str, str], judge: Judgement) -> None:
+    def __init__(self, name: str, arguments: Sequence[object], environment: dict[str, str], oracle: Oracle) -> None:
         command = [sys.executable, "-m", "tests.faults.people", *map(str, arguments)]
         self.name = name
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self._judge = judge
+        self._oracle = oracle
         self.done, self.ready = threading.Event(), threading.Event()
         self.last: dict[str, Any] = {}
         self._errors = ""
@@ -305,7 +305,7 @@ class _Party:
     def _read(self) -> None:
         for line in self.process.stdout or ():
             said = json.loads(line)
-            self._judge.take(self.name, said)
+            self._oracle.take(self.name, said)
             if "values" in said:
                 self.last = said
             self.ready.set()
@@ -323,7 +323,7 @@ class _Party:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._judge.wrong.append(f"{self.name} did not end within {seconds:g} s")
+            self._oracle.wrong.append(f"{self.name} did not end within {seconds:g} s")
             self.process.kill()
             code = self.process.wait()
         for thread in self._threads:
@@ -332,35 +332,35 @@ class _Party:
             if stream is not None:
                 stream.close()
         if code:
-            self._judge.wrong.append(f"{self.name} ended with status {code}: {self._errors[-600:]}")
+            self._oracle.wrong.append(f"{self.name} ended with status {code}: {self._errors[-600:]}")
 
 
-def run_people(seed: int, steps: int, held: float = 0.2, ranks: int = 1) -> Judgement:
+def run_people(seed: int, steps: int, held: float = 0.2, ranks: int = 1) -> Oracle:
     """One run of ``steps`` steps of ``ranks`` trainer ranks; each process holds its interpreter lock once for ``held`` seconds."""
-    draw, judge = random.Random(f"people {seed}"), Judgement(seed)
+    draw, oracle = random.Random(f"people {seed}"), Oracle(seed)
     engines = draw.choice((1, 2))
     settings = ServerSettings.load({}, port=0, token=Secret(_TOKEN), run="people", state_dir="off")
     with BackgroundServer(settings) as server, ExitStack() as owned:
         environment = dict(os.environ, WEIGHTSYNC_COORDINATOR=server.url, WEIGHTSYNC_TOKEN=_TOKEN, OMP_NUM_THREADS="1")
         names = [f"engine-{index}" for index in range(engines)]
-        parties = [_Party(name, ("--engine", name, "--seed", seed, "--held", held), environment, judge) for name in names]
+        parties = [_Party(name, ("--engine", name, "--seed", seed, "--held", held), environment, oracle) for name in names]
         for rank in range(ranks):
             given = ("--trainer", rank, "--ranks", ranks, "--engines", engines, "--steps", steps, "--seed", seed, "--held", held)
-            parties.append(_Party(f"trainer/{rank}", given, environment, judge))
+            parties.append(_Party(f"trainer/{rank}", given, environment, oracle))
         for party in parties:
             owned.callback(party.process.kill)
         limit = 2 * _START_SECONDS + held + _LAST_SECONDS + steps * (_STEP_SECONDS + held)
         until = time.monotonic() + limit
         for party in parties[engines:]:
             if not party.done.wait(max(until - time.monotonic(), 0.0)):
-                judge.wrong.append(f"{party.name} did not come to its end within {limit:g} s")
+                oracle.wrong.append(f"{party.name} did not come to its end within {limit:g} s")
         time.sleep(0.3)
         for party in parties[:engines]:
             if party.last.get("values") != [float(steps + 1)]:
-                judge.wrong.append(f"{party.name} is left with {party.last}: the last publication did not reach it")
+                oracle.wrong.append(f"{party.name} is left with {party.last}: the last publication did not reach it")
         for party in reversed(parties):
             party.end(_STEP_SECONDS + 10.0)
-    return judge
+    return oracle
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -383,19 +383,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.engine is not None:
         _engine(given.seed, given.engine, given.held)
         return 0
-    started, wrong, totals = time.monotonic(), 0, Judgement()
+    started, wrong, totals = time.monotonic(), 0, Oracle()
     for seed in range(given.first, given.first + given.seeds):
-        judge = run_people(seed, given.steps, given.held, given.ranks)
+        oracle = run_people(seed, given.steps, given.held, given.ranks)
         print(
-            f"seed {seed}: {judge.published} published, {judge.interrupted} interrupted, {judge.uses} uses",
+            f"seed {seed}: {oracle.published} published, {oracle.interrupted} interrupted, {oracle.uses} uses",
             file=sys.stderr,
             flush=True,
         )
-        for line in judge.wrong[:10]:
+        for line in oracle.wrong[:10]:
             print(f"seed {seed}: {line}", file=sys.stderr, flush=True)
-        wrong += bool(judge.wrong)
+        wrong += bool(oracle.wrong)
         for name in ("steps", "published", "interrupted", "uses", "moved"):
-            setattr(totals, name, getattr(totals, name) + getattr(judge, name))
+            setattr(totals, name, getattr(totals, name) + getattr(oracle, name))
     summary = {
         "runs": given.seeds, "wrong": wrong, "steps": totals.steps, "published": totals.published, "uses": totals.uses,
         "interrupted": totals.interrupted, "moved": totals.moved, "seconds": round(time.monotonic() - started, 1),

@@ -51,7 +51,7 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def take(self, name: str, answer: dict[str, Any]) -> None:
-        """Judge one answer."""
+        """Check one answer."""
         label, versions = answer["label"], answer["versions"]
         if label is None:
             return

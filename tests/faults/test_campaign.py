@@ -1,6 +1,6 @@
 """Holds that real processes killed, stopped or lied to in the middle of a round leave nothing torn, mislabelled, hanging or behind.
 
-The whole campaign is ``make faults``; here is a part of it, and the proof that its judges see what they are there for.
+The whole campaign is ``make faults``; here is a part of it, and the proof that its oracles see what they are there for.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def labelled(weights: Weights, number: int) -> None:
     weights.resume()
 
 
-def test_the_judge_sees_torn_and_mislabelled_weights() -> None:
+def test_the_oracle_sees_torn_and_mislabelled_weights() -> None:
     weights, tally = Weights(0, 1), Tally()
     tally.take("r", weights.answer())
     assert tally.served == 0  # it does not serve yet
@@ -222,7 +222,7 @@ def test_growth_is_noticed() -> None:
     fewer = Held(
         now.descriptors - Counter({next(iter(now.descriptors)): 1}), 0, now.resident
     )  # a thread of an earlier test may end
-    found = grown(fewer, os.getpid(), settle=0.2)
+    found = grown(fewer, os.getpid(), seconds=0.2)
     assert any("holds 1 more" in line for line in found)
     assert any("threads" in line for line in found)
 

@@ -31,7 +31,7 @@ __all__ = ["RANKS", "server", "trainer"]
 
 RANKS = 2
 _BUCKET_BYTES = MANIFEST.nbytes // 2
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 _HELD = 10.0
 _BUCKET_SECONDS = 1.0
 
@@ -146,7 +146,7 @@ def _update(url: str, number: int, timeout: float) -> None:
 
 
 def _joined(url: str, name: str) -> ProcessGroup:
-    deadline = Deadline(_PATIENCE)
+    deadline = Deadline(_TIMEOUT)
     rendezvous = StoreRendezvous("127.0.0.1", RANKS + 1, deadline)
     body = {
         "master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1, "world_size": RANKS + 1,
@@ -154,10 +154,10 @@ def _joined(url: str, name: str) -> ProcessGroup:
     }  # fmt: skip
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(
-            httpx.post, f"{url}/init_weights_update_group", json=body, timeout=_PATIENCE, trust_env=False
+            httpx.post, f"{url}/init_weights_update_group", json=body, timeout=_TIMEOUT, trust_env=False
         )  # fmt: skip
         group = init_custom_process_group("gloo", 0, RANKS + 1, name, deadline, rendezvous=rendezvous)
-        asked.result(_PATIENCE).raise_for_status()
+        asked.result(_TIMEOUT).raise_for_status()
     return group
 
 

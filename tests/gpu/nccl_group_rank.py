@@ -28,11 +28,11 @@ def expected(device: torch.device) -> torch.Tensor:
 def as_the_engines_do(port: int, device: torch.device) -> bool:
     """Join with the recipe that LMDeploy and SGLang share, and receive a typed tensor."""
     private: Any = c10d
-    patience = timedelta(seconds=60)
-    store, rank, world = next(iter(private.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=patience)))
-    store.set_timeout(patience)
+    timeout = timedelta(seconds=60)
+    store, rank, world = next(iter(private.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout)))
+    store.set_timeout(timeout)
     group, _ = private._new_process_group_helper(
-        world, rank, [], "nccl", private.PrefixStore("weights", store), group_name="weights", backend_options=None, timeout=patience
+        world, rank, [], "nccl", private.PrefixStore("weights", store), group_name="weights", backend_options=None, timeout=timeout
     )
     private._world.pg_group_ranks[group] = {i: i for i in range(world)}
     got = torch.empty(SHAPE, dtype=torch.bfloat16, device=device)

@@ -69,19 +69,19 @@ class CoordinatorProcess(Process):
 
     def _count_what_events_do_not_tell(self) -> None:
         coordinator, seen = self.coordinator, self.world.seen
-        join, distrust, asked_before = coordinator.join_engine, coordinator._distrust, coordinator._rendezvous._asked_before
+        join, exclude, asked_before = coordinator.join_engine, coordinator._exclude, coordinator._rendezvous._asked_before
 
         def joining(node: RankNode[EngineRank]) -> str:
             member = node.rank.member
             if node.rank.hello.serving is not None:
                 lost = member in self._known
-                seen[f"rank attests a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
+                seen[f"rank reports a version to a {'coordinator that had lost it' if lost else 'new coordinator'}"] += 1
             self._known.add(member)
             return join(node)
 
-        def distrusting(replica: Replica, why: str) -> None:
+        def excluding(replica: Replica, why: str) -> None:
             seen["quarantine outside of a round"] += 1
-            distrust(replica, why)
+            exclude(replica, why)
 
         def asking(link: RankHandle[TrainerRank], call: int) -> Any:
             found = asked_before(link, call)
@@ -96,7 +96,7 @@ class CoordinatorProcess(Process):
 
         coordinator._publish = publishing  # type: ignore[method-assign]
         coordinator.join_engine = joining  # type: ignore[method-assign]
-        coordinator._distrust = distrusting  # type: ignore[method-assign]
+        coordinator._exclude = excluding  # type: ignore[method-assign]
         coordinator._rendezvous._asked_before = asking  # type: ignore[method-assign]
 
     def accept(self, wire: Wire) -> None:

@@ -272,7 +272,7 @@ class ModuleProcess(EngineProcess):
         self.world.seen["module in use"] += 1
         if turn.hold > _LONG:
             self.world.hit("long request", self, turn.hold)
-        self._judge(version)
+        self._check(version)
         if together is not None and not together.meet():
             return
         threads().sleep(turn.hold / 2)
@@ -280,9 +280,9 @@ class ModuleProcess(EngineProcess):
             self._change(turn, turn.how)
         threads().sleep(turn.hold / 2)
         if together is None or together.meet():
-            self._judge(version)
+            self._check(version)
 
-    def _judge(self, version: Version | None) -> None:
+    def _check(self, version: Version | None) -> None:
         content = self.content
         if version is not None and not self.wrecked and content != self.world.meaning(version, content):
             kind = "torn" if content is None else "mislabelled"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.simulation import threads as simulated
 from tests.simulation.network import connector
-from tests.simulation.refuted import SourceJudge
+from tests.simulation.refuted import SourceOracle
 from tests.simulation.remembered import REMEMBERED
 from tests.simulation.world import World
 
@@ -78,7 +78,7 @@ def installed(world: World) -> Iterator[None]:
         known = state.declare() if isinstance(state, ShardedState) else state
         return SimpleNamespace(now=lambda: known)
 
-    become, make, sources = Replica.become, Replica.__init__, SourceJudge(world)
+    become, make, sources = Replica.become, Replica.__init__, SourceOracle(world)
 
     def becoming(replica: Replica, state: State, *rest: Any, **named: Any) -> None:
         become(replica, state, *rest, **named)

@@ -216,7 +216,7 @@ def _late_commit() -> AbstractContextManager[None]:
     return replaced((EngineRole, "_commit", committing), (EngineSession, "_quarantine", quarantining))
 
 
-def _attested_while_pausing() -> AbstractContextManager[None]:
+def _served_while_pausing() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         failpoints.reached("engine.pausing")
         failpoints.reached("engine.pause")
@@ -227,8 +227,8 @@ def _attested_while_pausing() -> AbstractContextManager[None]:
     return replaced((EngineRole, "_pause", broken))
 
 
-def _attested_while_paused() -> AbstractContextManager[None]:
-    return replaced((EngineSession, "attests", property(lambda session: session.serving)))
+def _served_while_paused() -> AbstractContextManager[None]:
+    return replaced((EngineSession, "served_version", property(lambda session: session.serving)))
 
 
 def _resumed_after_quarantine() -> AbstractContextManager[None]:
@@ -253,7 +253,7 @@ def _published_before_copy() -> AbstractContextManager[None]:
 
 
 def _one_word_for_all() -> AbstractContextManager[None]:
-    real = Coordinator._settle
+    real = Coordinator._reconcile
 
     def broken(coordinator: Coordinator, replica: Replica) -> None:
         first = replica.links[0].serving
@@ -261,7 +261,7 @@ def _one_word_for_all() -> AbstractContextManager[None]:
             link.serving = first
         real(coordinator, replica)
 
-    return replaced((Coordinator, "_settle", broken))
+    return replaced((Coordinator, "_reconcile", broken))
 
 
 def _one_fails_all() -> AbstractContextManager[None]:
@@ -307,8 +307,8 @@ MUTANTS: dict[str, Mutant] = {
     "quarantine skipped": _quarantine_skipped,
     "stale region published": _stale_region,
     "late commit of a cancelled round applied": _late_commit,
-    "version attested while pausing": _attested_while_pausing,
-    "version attested while paused": _attested_while_paused,
+    "version served while pausing": _served_while_pausing,
+    "version served while paused": _served_while_paused,
     "resumed after a quarantine": _resumed_after_quarantine,
     "publish returns before the copy": _published_before_copy,
     "one rank's word taken for all": _one_word_for_all,

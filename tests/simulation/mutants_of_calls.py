@@ -44,7 +44,7 @@ def _abort_forgotten() -> AbstractContextManager[None]:
     return replaced((EngineRole, "_answer", answering), (EngineRole, "_pause", pausing))
 
 
-def _attested_while_memory_is_followed() -> AbstractContextManager[None]:
+def _served_while_memory_is_followed() -> AbstractContextManager[None]:
     def pausing(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         failpoints.reached("engine.pausing")
         role.session.state = "pausing"
@@ -80,7 +80,7 @@ def _seeded_from_withdrawn_memory() -> AbstractContextManager[None]:
 
 MUTANTS_OF_CALLS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "an abort before the pause is forgotten": _abort_forgotten,
-    "version attested while memory is followed": _attested_while_memory_is_followed,
+    "version served while memory is followed": _served_while_memory_is_followed,
     "adapter paused twice": _paused_twice,
     "a refused rank is never looked at again": _refused_for_ever,
     "seeded from memory that was withdrawn": _seeded_from_withdrawn_memory,

@@ -1,4 +1,4 @@
-"""The judge of sources: nobody is given one to read from whose bytes did not fit, until it has verified a version again."""
+"""The oracle of sources: nobody is given one to read from whose bytes did not fit, until it has verified a version again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weightsync.errors import VerificationError
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-__all__ = ["SourceJudge"]
+__all__ = ["SourceOracle"]
 
 
-class SourceJudge:
+class SourceOracle:
     """Stands in for the real update of a replica from a source, and looks at who is given which source."""
 
     def __init__(self, world: World) -> None:
@@ -44,5 +44,5 @@ class SourceJudge:
                 self._blamed.pop(id(report), None)
 
     def loaded(self, replica: Replica) -> None:
-        """It has verified a version, or attests one to a coordinator."""
+        """It has verified a version, or reports one to a coordinator."""
         self._refuted.pop(replica, None)

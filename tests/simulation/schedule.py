@@ -240,7 +240,7 @@ class Schedule:
         for name in world.shape:
             self.start_replica(name)
         await asyncio.sleep(CALM_SECONDS)
-        world.check_settled()
+        world.check_quiet()
 
     async def last(self) -> None:
         """Nothing is broken for ever: one more publication reaches everybody."""

@@ -70,23 +70,23 @@ def test_an_engine_that_resumed_after_its_quarantine_gave_up_is_paused_again(ada
         with pytest.raises(Aborted, match="paused again"):
             resuming.result(10)
     assert not adapter.generating
-    assert role.session.attests is None
+    assert role.session.served_version is None
     assert role.session.serving is None
 
 
-def test_an_engine_that_is_being_paused_attests_no_version(adapter: Stubborn, role: EngineRole) -> None:
+def test_an_engine_that_is_being_paused_serves_no_version(adapter: Stubborn, role: EngineRole) -> None:
     """A coordinator that it connects to meanwhile would route requests to it, and it would never answer them."""
-    before = role.session.attests
+    before = role.session.served_version
     assert before == VERSION
     adapter.may_end.clear()
     with ThreadPoolExecutor(1) as thread:
         pausing = thread.submit(role.handle, Pause("abort"), 5.0)
         assert adapter.entered.wait(10)
-        during = role.session.attests
+        during = role.session.served_version
         adapter.may_end.set()
         pausing.result(10)
     assert during is None
-    after = role.session.attests
+    after = role.session.served_version
     assert after is None
 
 

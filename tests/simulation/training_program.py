@@ -140,7 +140,7 @@ class ProgramTrainer(TrainerProcess):
             self._after(step)
             threads().sleep(self.world.random.expovariate(1 / 0.005))
         for step, future in asked:
-            outcome = self._judged(step, lambda future=future, step=step: future.result(step.timeout + SLACK))  # type: ignore[misc]
+            outcome = self._checked(step, lambda future=future, step=step: future.result(step.timeout + SLACK))  # type: ignore[misc]
         self.publishing = False
         told(self, outcome)
 
@@ -191,9 +191,9 @@ class ProgramTrainer(TrainerProcess):
             finally:
                 self._calling, self._interruption = False, None
 
-        return self._judged(step, publish)
+        return self._checked(step, publish)
 
-    def _judged(self, step: Step, call: Callable[[], RoundResult | None]) -> Any:
+    def _checked(self, step: Step, call: Callable[[], RoundResult | None]) -> Any:
         """What came of ``call``, which must end in time, with a result of what was published, or an error of the library."""
         world = self.world
         started, jumped, stalled = world.loop.time(), world.jumped, self.stalled_until

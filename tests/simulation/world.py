@@ -364,7 +364,7 @@ class World:
                 elif engine.content != meant or engine.label != replica.version:
                     self.violated("mislabelled", f"{replica} is routable, and {engine} has {engine.label} over {engine.content}")
 
-    def check_settled(self) -> None:
+    def check_quiet(self) -> None:
         """Nothing runs: what is dirty does not generate, and the coordinator knows it."""
         if self.coordinator is None:
             self.violated("hang", "there is no coordinator")

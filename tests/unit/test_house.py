@@ -124,7 +124,7 @@ IMPORTS_BY_NAME = {
     "releases.py": "modules of the table of releases",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
-    "testing/nursery.py": "the child processes of tests, told by their parent",
+    "testing/fork_server.py": "the child processes of tests, told by their parent",
 }
 
 

@@ -19,7 +19,7 @@ from weightsync.errors import PlanMismatch, WeightSyncError, readable
 from weightsync.protocol.messages import Body, OpenStream, Prepare, Prepared
 from weightsync.spans import span
 
-__all__ = ["PreparingAhead", "open_stream", "prepare", "settled", "window_bytes_of"]
+__all__ = ["PreparingAhead", "open_stream", "prepare", "wait_for_background", "window_bytes_of"]
 
 _log = logging.getLogger(__name__)
 _LEAST_WINDOW = 4096  # whatever buckets an engine asks for
@@ -62,7 +62,7 @@ async def acknowledged(
         engines[member].prepared, engines[member].transports = key, answer.transports
 
 
-async def settled(replica: Replica, deadline: RoundDeadline) -> None:
+async def wait_for_background(replica: Replica, deadline: RoundDeadline) -> None:
     """Wait for what runs outside any round: a quarantine, which would abort calls of this round, and a preparation."""
     for task, what in ((replica.quarantining, "an earlier quarantine"), (replica.preparing, "preparing ahead of the round")):
         if task is not None:

@@ -42,7 +42,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.reported_versions import attested, weigh
+from weightsync.coordinator.reported_versions import reported_version, validate
 from weightsync.coordinator.round import quarantine, run_round
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.round_trace import RoundTracer
@@ -112,7 +112,7 @@ class Coordinator:
         version = node.rank.hello.version
         if version is not None and version.run == self.settings.run and version.manifest == node.rank.manifest.fingerprint:
             self._publications.published.setdefault(version.order, version)
-            self._weigh(version.order)
+            self._check_reports(version.order)
         self._feed.emit(Joined(node.rank.member))
         for replica in self._members.replicas.values():
             if replica.links and replica.refusal not in (None, refused[replica.name]):
@@ -143,7 +143,7 @@ class Coordinator:
         if replica.refusal is not None:
             _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
         if replica.complete:
-            self._settle(replica)
+            self._reconcile(replica)
             self._prepare_ahead(replica)
         self._attendance.changed()
         return replica.refusal or ""
@@ -192,17 +192,17 @@ class Coordinator:
             replica.received[rank.member] = nbytes
             self._feed.emit(ReplicaBytes(replica.name, min(sum(replica.received.values()), replica.expected), replica.expected))
 
-    def _settle(self, replica: Replica) -> None:
+    def _reconcile(self, replica: Replica) -> None:
         """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
         for member, link in replica.members().items():
             if link.serving is not None and link.serving.run == self.settings.run:
                 self._publications.claim("engine", member, *link.serving.order)
-        version = attested(replica, self.settings.run)
+        version = reported_version(replica, self.settings.run)
         if len(reported) > 1:
-            self._distrust(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
+            self._exclude(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
-            self._weigh(version.order)
+            self._check_reports(version.order)
         if replica.version is None or replica.version != self._seedable():
             self._wanted.add(replica.name)
         self._seed_wanted()
@@ -213,22 +213,22 @@ class Coordinator:
         others = serving_weights(self._members, self._publications)
         return current.version if current else next((replica.version for replica in others), None)
 
-    def _weigh(self, order: tuple[int, int]) -> None:
+    def _check_reports(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
         published = self._publications.published.get(order)
-        for replica, why in weigh(self._members.replicas.values(), self.settings.run, order, published):
-            self._distrust(replica, why)
+        for replica, why in validate(self._members.replicas.values(), self.settings.run, order, published):
+            self._exclude(replica, why)
 
-    def _distrust(self, replica: Replica, why: str) -> None:
+    def _exclude(self, replica: Replica, why: str) -> None:
         """Mark the replica dirty and quarantine it, because it may be generating."""
         replica.become("dirty", error=why)
         for link in replica.links.values():
             link.serving = link.prepared = None
         replica.quarantining = self._spawn(quarantine(replica.members(), why, self.settings.grace))
 
-    def _distrust_and_seed(self, replica: Replica, why: str) -> None:
+    def _exclude_and_seed(self, replica: Replica, why: str) -> None:
         """Take a replica out of service whose own digests refute its label, and seed it as soon as a version can be read."""
-        self._distrust(replica, why)
+        self._exclude(replica, why)
         self._wanted.add(replica.name)
         self._seed_wanted()
 
@@ -335,7 +335,7 @@ class Coordinator:
             deadline=deadline,
             grace=grace,
             emit=self._feed.emit,
-            distrust=self._distrust_and_seed,
+            exclude=self._exclude_and_seed,
             pause_mode=self._pause_mode,
             keyed=self._keyed,
             planner=self._planner,
@@ -344,7 +344,7 @@ class Coordinator:
             step=asked.step,
             calls=asked.calls,
         )
-        self._planner.forget_all_but({replica.name for replica in self._members.replicas.values() if replica.links})
+        self._planner.keep_only({replica.name for replica in self._members.replicas.values() if replica.links})
         tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
         try:
             with (

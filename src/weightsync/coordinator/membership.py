@@ -93,7 +93,7 @@ class Membership:
         link: RankHandle[TrainerRank] = RankHandle(node, credential)
         self.trainers[rank.member] = link
         for replica in self.replicas.values():
-            self._judge(replica)
+            self._validate(replica)
         return link
 
     def add_engine(self, node: RankNode[EngineRank]) -> tuple[Replica, RankHandle[EngineRank]]:
@@ -123,7 +123,7 @@ class Membership:
         replica.attach(link)
         self.replicas[hello.name] = replica
         self._lost.pop(hello.name, None)
-        self._judge(replica)
+        self._validate(replica)
         return replica, link
 
     def find(self, member: str) -> RankHandle[Any]:
@@ -187,10 +187,10 @@ class Membership:
             return False
         replica.detach(link, reason, clean)
         if not replica.links:
-            self._forget(replica)
+            self._evict(replica)
         return True
 
-    def _judge(self, replica: Replica) -> None:
+    def _validate(self, replica: Replica) -> None:
         """Set :attr:`Replica.refusal` by comparing the replica's manifest with the trainer's."""
         refusal = None
         if self.manifest is not None and (self.streams or replica.takes_any):
@@ -214,7 +214,7 @@ class Membership:
         direct = [member for member, link in replica.members().items() if link.rank.hello.delivery == "direct"]
         return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None
 
-    def _forget(self, lost: Replica) -> None:
+    def _evict(self, lost: Replica) -> None:
         """Drop a replica that has no connections. One that was complete stays in the status for a while."""
         if not lost.was_complete:
             del self.replicas[lost.name]

@@ -75,7 +75,7 @@ class Planner:
         """Key and coverage of each source, by the replica's name; empty for the trainer."""
         self._places = asyncio.Semaphore(_AT_ONCE)
 
-    def forget_all_but(self, replicas: Container[str]) -> None:
+    def keep_only(self, replicas: Container[str]) -> None:
         """Drop what is known of all replicas except ``replicas``."""
         for name in [name for name in self.agreed if name not in replicas]:
             self.agreed.pop(name).claim.keep(0)

@@ -44,7 +44,7 @@ class Publications:
         self.newest = self.own
         """Epoch and number of the newest known version, see :meth:`claim`."""
         self.published: dict[tuple[int, int], Version] = {}
-        """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are forgotten."""
+        """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are dropped."""
         self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
         """Those of the stream that was published last."""
         self._placement: Placement | None = None
@@ -87,7 +87,7 @@ class Publications:
                 self._look()
 
     def withdraw(self, member: str) -> None:
-        """Forget what a rank claims, which has left."""
+        """Drop the claims of a rank that has left."""
         if any([claims.pop(member, None) for claims in self._claims.values()]):
             self._look()
 
@@ -104,7 +104,7 @@ class Publications:
         return len(self.published) if version is None else sum(order > version.order for order in self.published)
 
     def clear(self) -> None:
-        """Forget the placement, because its regions are about to be overwritten."""
+        """Drop the placement, because its regions are about to be overwritten."""
         self._placement = None
 
     def hold(self, placement: Placement) -> None:
@@ -117,7 +117,7 @@ class Publications:
             del self.published[next(iter(self.published))]
 
     def publication_ended(self) -> None:
-        """Forget a placement that is read in place, because the trainer now changes its memory."""
+        """Drop a placement that is read in place, because the trainer now changes its memory."""
         if self._placement is not None and self._placement.live:
             self._placement = None
 

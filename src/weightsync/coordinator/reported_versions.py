@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from weightsync.coordinator.replicas import Replica
 from weightsync.model import Version
 
-__all__ = ["attested", "weigh"]
+__all__ = ["reported_version", "validate"]
 
 
-def attested(replica: Replica, run: str) -> Version | None:
+def reported_version(replica: Replica, run: str) -> Version | None:
     """Version of ``run`` that all ranks of ``replica`` report; ``None`` if they differ, or if a round has touched a rank since."""
     reported = {link.serving for link in replica.links.values()}
     version = reported.pop() if len(reported) == 1 else None
@@ -20,11 +20,11 @@ def attested(replica: Replica, run: str) -> Version | None:
     return version if version.run == run and same else None
 
 
-def weigh(replicas: Iterable[Replica], run: str, order: tuple[int, int], published: Version | None) -> list[tuple[Replica, str]]:
+def validate(replicas: Iterable[Replica], run: str, order: tuple[int, int], published: Version | None) -> list[tuple[Replica, str]]:
     """Mark replicas that report the ``published`` version as loaded, and return those that report another digest.
 
     A replica that claims another digest must not take the others out of service. While the published digest is unknown, replicas
-    that differ are neither trusted nor paused: the trainer settles the question when it reconnects, or publishes the next version.
+    that differ are neither trusted nor paused: the trainer confirms one when it reconnects, or publishes the next version.
 
     Args:
         replicas: All known replicas.
@@ -35,8 +35,8 @@ def weigh(replicas: Iterable[Replica], run: str, order: tuple[int, int], publish
     Returns:
         Each replica that reports a wrong digest, with the reason.
     """
-    attestations = [(replica, version) for replica in replicas if (version := attested(replica, run))]
-    reports = [(replica, version) for replica, version in attestations if version.order == order]
+    reporting = [(replica, version) for replica in replicas if (version := reported_version(replica, run))]
+    reports = [(replica, version) for replica, version in reporting if version.order == order]
     if published is None and len({version for _, version in reports}) > 1:
         for replica, version in reports:
             replica.doubt(f"replicas report version {version} with different digests, and the trainer has not confirmed any")

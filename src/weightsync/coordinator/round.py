@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync import failpoints
-from weightsync.coordinator.agreement import prepare, settled
+from weightsync.coordinator.agreement import prepare, wait_for_background
 from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.events import RoundStarted
 from weightsync.coordinator.keyed_digests import KeyedDigests
@@ -165,23 +165,23 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
     """Update one replica from ``source``, in half of the time that is left if the attempt is not the ``final`` one."""
     replica, engines = report.replica, report.replica.members()
 
-    def patience() -> RoundDeadline:
+    def attempt_deadline() -> RoundDeadline:
         return context.deadline if final else _half(context.deadline)
 
     with report.phase("agree"):
-        agreed = report.agreement = await agree(context, replica, engines, source, patience())
+        agreed = report.agreement = await agree(context, replica, engines, source, attempt_deadline())
     failpoints.reached("round.agreed")
     placement, _ = placing.result() if placing.done() else await bounded("placing", context.deadline, asyncio.shield(placing))
     failpoints.reached("round.placed")
     if context.seeding:  # do not pause a serving replica for a version that is gone
-        await on_all("check", patience(), engines, CheckSources(placement.version.number), Done)
+        await on_all("check", attempt_deadline(), engines, CheckSources(placement.version.number), Done)
     # What another replica serves is believed under a key only. Until the digests are there, this one serves on.
-    keyed = None if source.replica is None else await context.keyed.draw(placement.version, patience())
+    keyed = None if source.replica is None else await context.keyed.draw(placement.version, attempt_deadline())
     async with _availability(context, report), out_of_service(context, report, engines) as serves:
         if len(engines) == 1 and keyed is None:
-            await _at_once(context, report, engines, agreed, placement, patience())
+            await _at_once(context, report, engines, agreed, placement, attempt_deadline())
         else:
-            await _step_by_step(context, report, engines, agreed, placement, keyed, patience())
+            await _step_by_step(context, report, engines, agreed, placement, keyed, attempt_deadline())
         serves(placement.version)
 
 
@@ -204,7 +204,7 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
             source.digests = digests
     except WeightSyncError as error:
         if isinstance(error, VerificationError) and source.serves and source.replica is not None:
-            context.distrust(source.replica, str(error))
+            context.exclude(source.replica, str(error))
             _log.error("replica %s is taken out of service: %s", source.name, error)
         else:
             _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
@@ -298,7 +298,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
         WeightSyncError: The replica is incomplete, or its ranks cannot agree with the source's.
     """
     replica.require_complete()
-    await settled(replica, deadline)
+    await wait_for_background(replica, deadline)
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 
@@ -322,7 +322,7 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
     """
     replica, links = report.replica, dict(engines)
     if not replica.takes_any:
-        await settled(replica, context.deadline)
+        await wait_for_background(replica, context.deadline)
     replica.begin(links)
     permit = _Permit()
     report.paused()

@@ -47,7 +47,7 @@ class RoundContext:
     grace: float
     """Seconds that a quarantine may take, even after ``deadline``. At most the settings' value."""
     emit: Watcher
-    distrust: Callable[[Replica, str], None]
+    exclude: Callable[[Replica, str], None]
     """Takes a replica out of service that does not hold the bytes of its version, and says why."""
     pause_mode: PauseMode
     """What a pause does to running requests."""

@@ -111,12 +111,12 @@ class RoundTracer:
     def end(self, error: str | None) -> None:
         """End the round: set :attr:`slowest` and :attr:`reads`."""
         self._seconds, self._error = asyncio.get_running_loop().time() - self._started, error
-        self._weigh("coordinator", "coordinator", (span for span in self.recorder.spans() if span.name in _OWN))
+        self._add_times("coordinator", "coordinator", (span for span in self.recorder.spans() if span.name in _OWN))
         for member, rank in self._ranks.items():
-            self._weigh(self._party(member), member, rank.spans())
-            self._weigh(self._party(member), member, rank.unanswered)
+            self._add_times(self._party(member), member, rank.spans())
+            self._add_times(self._party(member), member, rank.unanswered)
 
-    def _weigh(self, party: str, member: str, spans: Iterable[Span]) -> None:
+    def _add_times(self, party: str, member: str, spans: Iterable[Span]) -> None:
         busy, reading = dict[tuple[str, str], float](), dict[str, float]()
         for span in spans:  # a phase may take several calls, as windows of a stream do
             busy[span.name, span.source] = busy.get((span.name, span.source), 0.0) + span.busy

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from weightsync import failpoints
-from weightsync.coordinator.agreement import open_stream, settled, window_bytes_of
+from weightsync.coordinator.agreement import open_stream, wait_for_background, window_bytes_of
 from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
@@ -275,7 +275,7 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
             try:
                 if replica.takes_any:
                     await _agree(context, flow, report, engines)
-                await pause(context, report, engines, _patience(context, flow))
+                await pause(context, report, engines, _step_deadline(context, flow))
                 with report.phase("move"):
                     placement = await _move(context, flow, report, engines, placing)
                 failpoints.reached("round.moved")
@@ -295,7 +295,7 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
         flow.leave(replica.name)
 
 
-def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
+def _step_deadline(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
     """How long a replica may take for one step: half of the time that is left, where others wait for it."""
     left = context.deadline.remaining("the next step of the stream")
     return RoundDeadline(left / 2) if flow.readers > 1 else context.deadline
@@ -303,8 +303,8 @@ def _patience(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
 
 async def _agree(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines) -> None:
     with report.phase("agree"):
-        await settled(report.replica, _patience(context, flow))
-        report.agreement = await open_stream(context.trainers, engines, _patience(context, flow))
+        await wait_for_background(report.replica, _step_deadline(context, flow))
+        report.agreement = await open_stream(context.trainers, engines, _step_deadline(context, flow))
     failpoints.reached("round.agreed")
 
 
@@ -315,7 +315,7 @@ async def _move(context: RoundContext, flow: WindowFlow, report: Report, engines
     while (window := await flow.get(number, context.deadline)) is not None:
         await flow.turn(number, context.deadline)
         body = MoveWindow(number, number % world_size, window)
-        for member, arrived in (await on_all("move", _patience(context, flow), engines, body, WindowMoved)).items():
+        for member, arrived in (await on_all("move", _step_deadline(context, flow), engines, body, WindowMoved)).items():
             _compare(member, window, arrived)
         number += 1
         flow.took(report.replica.name, number)

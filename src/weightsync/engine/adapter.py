@@ -98,7 +98,7 @@ class EngineAdapter:
         """
 
     def begin(self) -> None:
-        """Paused, and a round is about to bring weights: forget what an earlier round that failed left behind."""
+        """Paused, and a round is about to bring weights: drop what an earlier failed round left."""
 
     def wake_weights(self) -> None:
         """Paused, and about to be written: an engine that gave its weights' memory away (colocated) takes it again now.

@@ -140,7 +140,7 @@ class Engine(Closeable):
                 from weightsync.server.agent_metrics import agent_metrics
 
                 owned.callback(
-                    agent_metrics.join(settings, f"{replica}/{rank}", rank, self._link, lambda: self._role.session.attests)
+                    agent_metrics.join(settings, f"{replica}/{rank}", rank, self._link, lambda: self._role.session.served_version)
                 )
             self._link.connect()
             self._owned = owned.pop_all()
@@ -159,7 +159,7 @@ class Engine(Closeable):
             no_layout="" if direct else str(role.adapter.no_shards)[:_LONGEST], device_memory=direct and role.device_memory,
             transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
-            serving=role.session.attests, takes_any=role.adapter.takes_any,
+            serving=role.session.served_version, takes_any=role.adapter.takes_any,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
             live=served is not None and served.in_place,
@@ -182,9 +182,9 @@ class Engine(Closeable):
             raise ConfigurationError(f"a version to wait for is a number from 0, or a Version, not {version!r}")
         return self._role.session.wait_for_version(version, Deadline(self._timeouts.version if timeout is None else timeout))
 
-    def settle(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Wait until what the coordinator asked of this rank is answered, up to ``timeout`` seconds."""
-        self._link.settle(timeout)
+        self._link.drain(timeout)
 
     def close(self) -> None:
         """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""

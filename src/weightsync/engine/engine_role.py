@@ -81,7 +81,7 @@ class EngineRole:
     ``alone`` says that this rank is its whole replica, ``member`` names it in errors.
     """
 
-    patience = 5.0
+    turn_seconds = 5.0
     """Seconds after which a call that still waits for its turn is refused."""
 
     def __init__(
@@ -182,7 +182,7 @@ class EngineRole:
         aborts = isinstance(body, Quarantine)
         reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
         ticket = self.session.receive(type(body).__name__, aborts=aborts, reason=reason)
-        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, body), self.patience)
+        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, body), self.turn_seconds)
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator that arrives now."""

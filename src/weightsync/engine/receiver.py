@@ -248,6 +248,6 @@ class Receiver(Closeable):
         if self._origin.elsewhere:
             return
         if not self._handover.busy:
-            self._engine.settle(_ANSWER_SECONDS)  # a loop ends shortly before the coordinator hears of it
+            self._engine.drain(_ANSWER_SECONDS)  # a loop ends shortly before the coordinator hears of it
         self._handover.close()
         self._engine.close()

@@ -55,7 +55,7 @@ class ServedWeights(PublishedShards):
             StaleSource: It serves no version, or another one.
             Aborted: The call was aborted.
         """
-        version = self._session.attests
+        version = self._session.served_version
         if version is None or version.order != (body.epoch, body.number):
             raise StaleSource(f"{self._session.member} does not serve version {body.number} of epoch {body.epoch} (any more)")
         if self._placed is not None and self._placed[0] == version:

@@ -96,7 +96,7 @@ class EngineSession:
         self._aborts = 0
         self._current = Ticket("nothing", 0, 0, 0)
         self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
-        # Held for the moment in which an abort is noted or the state changes, so that what attests says after an abort stays true.
+        # Held while an abort is noted or the state changes, so that `served_version` stays true after an abort.
         self._changing = threading.Condition(threading.Lock())
         self.closed = False
         """Whether :meth:`close` was called."""
@@ -104,7 +104,7 @@ class EngineSession:
     # Any thread, at any time.
 
     @property
-    def attests(self) -> Version | None:
+    def served_version(self) -> Version | None:
         """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
         return self.serving if self.state == "serving" else None
 
@@ -175,7 +175,7 @@ class EngineSession:
                 self._calls.end_turn()
 
     def quarantine(self, call: Ticket, deadline: Deadline) -> None:
-        """Pause the engine and forget its version. Takes a turn.
+        """Pause the engine and drop its version. Takes a turn.
 
         Does nothing if an update that was begun after ``call``, by this or another session, has paused the engine, or if this
         session is closed.
@@ -194,7 +194,7 @@ class EngineSession:
             self.closed = True
             self._changing.notify_all()
         if not self._calls.when_free(last, timeout):
-            self._forget()
+            self._invalidate()
 
     def wait_for_version(self, version: int | Version, deadline: Deadline) -> Version:
         """Wait until this rank serves ``version`` (a number, or a version with its epoch) or a later one, and return that.
@@ -202,9 +202,9 @@ class EngineSession:
         Raises :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.Aborted` once the session is closed.
         """
         with self._changing:
-            while (served := self.attests) is None or not _reaches(served, version):
+            while (served := self.served_version) is None or not _reaches(served, version):
                 if self.closed:
-                    raise Aborted(f"{self.member} was closed while somebody waited for version {version}")
+                    raise Aborted(f"{self.member} was closed during a wait for version {version}")
                 self._changing.wait(deadline.remaining(f"waiting for {self.member} to serve version {version}"))
             return served
 
@@ -229,21 +229,21 @@ class EngineSession:
 
     def _taken(self) -> None:
         """End this session's update, because another session pauses or writes the engine. Runs in the other session's turn."""
-        self._forget()
+        self._invalidate()
         self._update = 0
 
-    def _forget(self) -> None:
-        """Attest nothing; without a pause this rank is not written."""
+    def _invalidate(self) -> None:
+        """Serve no version; without a pause this rank is not written."""
         with self._changing:
             self._on_leaving()
             self.state, self.serving = "quarantined", None
 
     @contextmanager
     def leaving_service(self) -> Iterator[None]:
-        """Attest nothing from here on: a client that connects meanwhile must not rely on this rank. Comes before :meth:`pause`.
+        """Serve no version from here on: a client that connects meanwhile must not rely on this rank. Comes before :meth:`pause`.
 
-        If the block raises, nothing was changed and the rank serves again; but not after an abort, as somebody may have been told
-        that it serves nothing.
+        If the block raises, nothing was changed and the rank serves again; but not after an abort, because a client
+        may have been told that it serves nothing.
         """
         served = self.state == "serving"
         self._become("pausing")
@@ -280,7 +280,7 @@ class EngineSession:
             yield
             self._become(then)
         except BaseException:
-            self._forget()
+            self._invalidate()
             raise
 
     def end_writing(self) -> None:
@@ -289,7 +289,7 @@ class EngineSession:
         self._become("written")
 
     def begin(self) -> None:
-        """Begin to write: let the adapter forget an earlier update, and wake the weights of an engine that sleeps."""
+        """Begin to write: let the adapter drop an earlier update, and wake the weights of an engine that sleeps."""
         self._calls.begin()
         self._calls.wake_weights()
 
@@ -345,18 +345,18 @@ class EngineSession:
 
     @contextmanager
     def resuming(self, deadline: Deadline) -> Iterator[None]:
-        """Generate again before the block, and attest the version after it; or, after an abort meanwhile, pause again and raise."""
+        """Generate again before the block, and serve the version after it; or, after an abort meanwhile, pause again and raise."""
         self.require("committed")
         try:
             self._calls.resume()
         except BaseException:
-            self._forget()  # it may generate: only a pause leads on
+            self._invalidate()  # it may generate: only a pause leads on
             raise
         try:
             yield
             self._become("serving")
         except BaseException as error:
-            self._forget()
+            self._invalidate()
             self._pause_late(deadline)
             if isinstance(error, Aborted):
                 raise Aborted(f"the update was aborted while {self.member} resumed; it is paused again") from None
@@ -366,7 +366,7 @@ class EngineSession:
         self._due = None
         if self.closed or call.update != self._update or self._calls.paused_by > call.number:
             return  # an update that was begun after this quarantine has paused the engine, and is not spoiled
-        self._forget()  # whatever pausing does
+        self._invalidate()  # whatever pausing does
         self._pause_late(deadline)
 
     def _pause_late(self, deadline: Deadline) -> None:

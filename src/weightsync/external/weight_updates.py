@@ -347,7 +347,7 @@ class WeightUpdates:
             self._check_digest(manifest, update.known, digest, digests)
             name = self._parse(update.label)
             try:
-                return await self._settle(update, manifest, name, digest, digests)
+                return await self._verify_and_resume(update, manifest, name, digest, digests)
             except BaseException as error:
                 self._update = None
                 self._fail(str(error) or type(error).__name__)
@@ -360,7 +360,7 @@ class WeightUpdates:
             order = QuarantineRank(self.settings.leave_timeout, update.number)
             await tell_all(self._ranks, order, self.settings.leave_timeout, CommandDone)
 
-    async def _settle(
+    async def _verify_and_resume(
         self,
         update: _OpenUpdate,
         manifest: Manifest,

@@ -158,7 +158,7 @@ class KnownWindows(Generic[Known]):
         return known[2]
 
     def end(self, windows: int) -> None:
-        """A stream of so many windows has ended: forget others."""
+        """A stream of so many windows has ended: drop others."""
         for number in [number for number in self._known if number >= windows]:
             del self._known[number]
 

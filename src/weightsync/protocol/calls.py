@@ -139,7 +139,7 @@ class Calls:
             case _:
                 raise ProtocolError(f"a {type(frame).__name__} frame is not allowed after the handshake")
 
-    async def settled(self) -> None:
+    async def drained(self) -> None:
         """Wait until the answer of every request that has arrived is sent."""
         while running := [task for task in (*self._handlers.values(), *self._posts) if not task.done()]:
             await asyncio.wait(running)

@@ -235,15 +235,15 @@ class CoordinatorConnection(Closeable):
         except RuntimeError:
             return  # the loop has just closed
 
-    def settle(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Wait until each call of the coordinator is answered, up to ``timeout`` seconds. Not on the thread of all links."""
         loop, calls = self._loop, self._calls
         if loop is None or calls is None or self._origin.elsewhere:
             return
         with contextlib.suppress(RuntimeError):  # the loop has just closed
-            settling = asyncio.run_coroutine_threadsafe(calls.settled(), loop)
-            wait([settling], timeout)
-            settling.cancel()
+            draining = asyncio.run_coroutine_threadsafe(calls.drained(), loop)
+            wait([draining], timeout)
+            draining.cancel()
 
     def close(self, timeout: float = 5.0) -> None:
         """Leave the coordinator and end this link's threads. Safe twice and from any thread.
@@ -405,12 +405,13 @@ class CoordinatorConnection(Closeable):
         counted = worker is self._calls_worker
         self._answering += counted
         try:
-            await asyncio.wait([outcome], timeout=min(call.patience, timeout + _LATE_SECONDS))
+            await asyncio.wait([outcome], timeout=min(call.turn_seconds, timeout + _LATE_SECONDS))
             if not outcome.done() and not job.running():  # the call before it hangs, and was given up by the coordinator
                 self._connect_again_after(worker)
-                raise DeadlineExceeded(f"{what} did not get its turn within {min(call.patience, timeout):.3g} s: {call.withdraw()}")
+                waited = min(call.turn_seconds, timeout)
+                raise DeadlineExceeded(f"{what} did not get its turn within {waited:.3g} s: {call.withdraw()}")
             if not outcome.done():
-                await asyncio.wait([outcome], timeout=max(0.0, timeout + _LATE_SECONDS - call.patience))
+                await asyncio.wait([outcome], timeout=max(0.0, timeout + _LATE_SECONDS - call.turn_seconds))
             if not outcome.done():
                 raise DeadlineExceeded(f"{what} did not finish within {timeout:.3g} s: {call.withdraw()}")
             answer = outcome.result()

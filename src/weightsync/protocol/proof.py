@@ -67,7 +67,7 @@ class Challenger:
         self._token, self._clock = token, clock
         self._signer = secrets.token_bytes(32)
         self._used: dict[str, tuple[float, int]] = {}
-        """When each nonce that was used is forgotten, in that order, and a bit for each request that it was used for."""
+        """When each used nonce expires, in that order, and a bit for each request that it was used for."""
         _key(token)  # takes milliseconds, once
 
     def challenge(self, nonce: str) -> Challenge:

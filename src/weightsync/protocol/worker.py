@@ -28,7 +28,7 @@ class IncomingCall:
     """Answers the call within so many seconds. Runs on the worker's thread."""
     withdraw: Callable[[], str]
     """Handles the caller's withdrawal, and returns what keeps the rank busy, for display. Never blocks."""
-    patience: float = math.inf
+    turn_seconds: float = math.inf
     """Seconds that the call may wait for its turn before it is refused."""
 
 

@@ -8,8 +8,8 @@ class              route                         source of the versions
                                                  otherwise ``GET /weight_info`` before and after, if both are equal
 ================== ============================= ==========================================================================
 
-Closing the connection of a request cancels the request on the server. Only the server attests the version of a token. Tokens that
-it did not attest before it disconnected are dropped.
+Closing the connection of a request cancels the request on the server. Only the server reports the version of a token. Tokens that
+it did not report before it disconnected are dropped.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] | None = None
 
 
-class _Attested(msgspec.Struct):
+class _Reported(msgspec.Struct):
     token_versions: list[int] | None = None
     tokens: list[int] | None = None
 
@@ -85,7 +85,7 @@ class _Choice(msgspec.Struct):
 
 class _CompletionBody(msgspec.Struct):
     choices: list[_Choice] = []
-    weightsync: _Attested | None = None
+    weightsync: _Reported | None = None
 
 
 class _Token(msgspec.Struct):
@@ -189,7 +189,7 @@ async def _messages(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
 class VllmTokens(_Http):
     """Client for vLLM's ``/inference/v1/generate``, which returns token ids and the version of each, also after an abort.
 
-    vLLM 0.32 has this route if it was started with ``--tokens-only`` or ``--enable-scale-out``. vLLM attests versions in the last
+    vLLM 0.32 has this route if it was started with ``--tokens-only`` or ``--enable-scale-out``. vLLM reports versions in the last
     message, so the tokens of a server that dies before it are lost.
     """
 
@@ -271,25 +271,25 @@ class Completions(_Http):
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         if sampling.logprobs:
             body["logprobs"] = 1
-        before = await self._attested(url)
-        tokens = attested = 0
+        before = await self._reported_version(url)
+        tokens = reported = 0
         last: FinishReason | None = None
         async with self._post(url, "/v1/completions", body) as answer:
             if self._stream:
                 async for data in _messages(answer, url):
                     chunk = self._chunk(data, url)
-                    tokens, attested = tokens + len(chunk.tokens), attested + len(chunk.versions)
+                    tokens, reported = tokens + len(chunk.tokens), reported + len(chunk.versions)
                     last = chunk.finish_reason or last
                     yield msgspec.structs.replace(chunk, finish_reason=None)
             else:
                 chunk = self._chunk(await _whole(answer, url), url)
-                tokens, attested, last = len(chunk.tokens), len(chunk.versions), chunk.finish_reason
+                tokens, reported, last = len(chunk.tokens), len(chunk.versions), chunk.finish_reason
                 yield msgspec.structs.replace(chunk, finish_reason=None)
-        known = before if before is not None and attested == 0 and tokens and await self._attested(url) == before else None
+        known = before if before is not None and reported == 0 and tokens and await self._reported_version(url) == before else None
         epochs, versions = ((known[0],) * tokens, (known[1],) * tokens) if known is not None else ((), ())
         yield Chunk(versions=versions, finish_reason=last, epochs=epochs)
 
-    async def _attested(self, url: str) -> tuple[int, int] | None:
+    async def _reported_version(self, url: str) -> tuple[int, int] | None:
         """Return epoch and number of the server's version; ``None`` if it has no route for them."""
         try:
             answer = await self._http.get(url.rstrip("/") + "/weight_info")

@@ -46,7 +46,7 @@ class Lease:
     name: str
     url: str
     version: int | None
-    """Version that the coordinator reports. The versions of tokens are those that the server attests."""
+    """Version that the coordinator reports. The versions of tokens are those that the server reports."""
     news: int = field(repr=False)
     epoch: int = FIRST_EPOCH
     """Epoch of ``version``."""

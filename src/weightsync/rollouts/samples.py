@@ -46,10 +46,10 @@ class Chunk(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...] | None = None
     """One for each token; ``None`` if the server reports none."""
     versions: tuple[int, ...] = ()
-    """Versions that the server attests in this message, for tokens in order since the start of the request."""
+    """Versions that the server reports in this message, for tokens in order since the start of the request."""
     finish_reason: FinishReason | None = None
     epochs: tuple[int, ...] = ()
-    """Epochs of the same tokens, if the server attests them. Otherwise the epoch is the replica's at the time of the request."""
+    """Epochs of the same tokens, if the server reports them. Otherwise the epoch is the replica's at the time of the request."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Sample:
     interruptions: int = 0
     """Number of requests that a pause or a lost server interrupted, each continued by another request."""
     lost_tokens: int = 0
-    """Tokens that were dropped because their server disconnected before it attested their version."""
+    """Tokens that were dropped because their server disconnected before it reported their version."""
     epochs: list[int] = field(default_factory=list)
     """Epochs of the versions. A version of a later epoch is newer, whatever its number. Empty if all are of the first epoch."""
 
@@ -82,7 +82,7 @@ class Sample:
         return None if self.oldest_first is None else self.oldest_first[1]
 
     def keep(self, replica: str, chunks: Sequence[Chunk], epoch: int = FIRST_EPOCH) -> None:
-        """Append the tokens of one request whose versions are attested, and drop the others.
+        """Append the tokens of one request whose versions are reported, and drop the others.
 
         Args:
             replica: Name of the replica that generated them.

@@ -81,7 +81,7 @@ class Admission:
         self._version = version
 
     def restart(self) -> None:
-        """Start counting again at the next version, after a new epoch began. All accepted samples are forgotten."""
+        """Start counting again at the next version, after a new epoch began. All accepted samples are dropped."""
         self._first = self._version = None
         self.accepted = 0
 

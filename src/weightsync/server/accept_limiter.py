@@ -113,10 +113,10 @@ class AcceptLimiter:
         """Do the TLS handshake, if there is one, and serve the connection to its end."""
         reader = StreamReader()
         protocol = StreamReaderProtocol(reader)
-        patience = None if self._context is None else self._limits.hello_seconds
+        limit = None if self._context is None else self._limits.hello_seconds
         try:
             transport, _ = await self._loop.connect_accepted_socket(
-                lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=patience, ssl_shutdown_timeout=patience
+                lambda: protocol, sock, ssl=self._context, ssl_handshake_timeout=limit, ssl_shutdown_timeout=limit
             )
         except OSError:  # also what a failed handshake is
             return

@@ -56,8 +56,8 @@ class Client(Closeable):
         For operators.
         """
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
-        patience = _ROUND_SECONDS if timeout is None else timeout + _GRACE
-        return decoded(self._request("POST", "/v1/rounds", body, patience), RoundResult, self._settings)
+        seconds = _ROUND_SECONDS if timeout is None else timeout + _GRACE
+        return decoded(self._request("POST", "/v1/rounds", body, seconds), RoundResult, self._settings)
 
     def rounds(self, count: int) -> tuple[RoundRecord, ...]:
         """The last ``count`` rounds, also those of earlier coordinators; newest last."""
@@ -96,8 +96,8 @@ class Client(Closeable):
                         event = _EVENT.decode(data)
                     yield event
 
-    def _request(self, method: str, path: str, content: bytes | None = None, patience: float | None = None) -> httpx.Response:
-        timeout = httpx.Timeout(self._settings.timeouts.connect, read=patience or self._settings.timeouts.connect)
+    def _request(self, method: str, path: str, content: bytes | None = None, seconds: float | None = None) -> httpx.Response:
+        timeout = httpx.Timeout(self._settings.timeouts.connect, read=seconds or self._settings.timeouts.connect)
         with self._mapped():
             answer = self._http.request(method, path, content=content, timeout=timeout)
         check(answer, self._settings)

@@ -78,7 +78,7 @@ class Connections:
         return first
 
     def closed(self, transport: WriteTransport) -> None:
-        """Forget a connection that has ended. Safe twice."""
+        """Drop a connection that has ended. Safe twice."""
         self._all.discard(transport)
         self._authenticated(transport)
 

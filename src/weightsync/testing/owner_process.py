@@ -24,13 +24,13 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
 from weightsync.testing.copy_cases import Allocate, big
-from weightsync.testing.nursery import Nursery, named
+from weightsync.testing.fork_server import ForkServer, named
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["NURSERY", "OwnerHere", "OwnerProcess", "Process", "allocate_in", "answer", "contents", "make_transport"]
+__all__ = ["FORK_SERVER", "OwnerHere", "OwnerProcess", "Process", "allocate_in", "answer", "contents", "make_transport"]
 
 _ANSWER_SECONDS = 60.0
 
@@ -107,18 +107,18 @@ class OwnerHere:
 
 
 _TRANSPORTS = ("host.shared_memory", "tcp.transport", "broadcast.collective")
-NURSERY = Nursery(__name__, *(f"weightsync.transports.{name}" for name in _TRANSPORTS))
-"""Nursery of this test process, which forks each :class:`Process`. Most transports build on one of those that it imports."""
+FORK_SERVER = ForkServer(__name__, *(f"weightsync.transports.{name}" for name in _TRANSPORTS))
+"""Fork server of this test process, which forks each :class:`Process`. Most transports build on one of those that it imports."""
 
 
 class Process:
-    """Process from the nursery. Executes commands. Can be stopped and killed."""
+    """Process from the fork server. Executes commands. Can be stopped and killed."""
 
     def __init__(self, warm_up: str = "") -> None:
         self._socket, its = socket.socketpair()
         self._socket.settimeout(_ANSWER_SECONDS)
         try:
-            self._pid = NURSERY.fork(f"{__name__}:answer", [its.fileno()])
+            self._pid = FORK_SERVER.fork(f"{__name__}:answer", [its.fileno()])
         finally:
             its.close()
         self._lines = self._socket.makefile("r")

@@ -45,9 +45,9 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Memory, Offer, Traits
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
-from weightsync.testing.nursery import named
+from weightsync.testing.fork_server import named
 from weightsync.testing.owner_process import (
-    NURSERY,
+    FORK_SERVER,
     OwnerHere,
     OwnerProcess,
     Process,
@@ -85,8 +85,8 @@ def _left() -> dict[str, Any]:
 @pytest.fixture
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that a test leaks no thread, process, descriptor, socket or shared memory."""
-    NURSERY.start()
-    request.session.addfinalizer(NURSERY.end)
+    FORK_SERVER.start()
+    request.session.addfinalizer(FORK_SERVER.end)
     if warm_up := getattr(request.cls, "warm_up", ""):
         named(warm_up)()
     before = _left()

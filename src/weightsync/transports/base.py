@@ -152,7 +152,7 @@ class Reader(ABC):
     def abort(self) -> None:
         """Make a call that runs in another thread raise :class:`~weightsync.errors.Aborted` soon. Never blocks.
 
-        Between ``begin`` and ``end`` it makes the next call raise; ``prepare`` and ``begin`` forget it, so a caller that can be
+        Between ``begin`` and ``end`` it makes the next call raise; ``prepare`` and ``begin`` clear it, so a caller that can be
         aborted between two transfers remembers that itself.
         """
 

@@ -41,15 +41,15 @@ class Misuse(Exception):
 
 def custom_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str) -> Any:
     """The recipe that these engines share, for torch 2.6 and newer."""
-    patience = timedelta(seconds=20)
-    store, rank, world_size = next(iter(_c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=patience)))
-    store.set_timeout(patience)
+    timeout = timedelta(seconds=20)
+    store, rank, world_size = next(iter(_c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)))
+    store.set_timeout(timeout)
     store = _c10d.PrefixStore(name, store)
     options = (
         "backend_options" if "backend_options" in inspect.signature(_c10d._new_process_group_helper).parameters else "pg_options"
     )
     group, _ = _c10d._new_process_group_helper(
-        world_size, rank, [], backend, store, group_name=name, **{options: None}, timeout=patience
+        world_size, rank, [], backend, store, group_name=name, **{options: None}, timeout=timeout
     )
     _c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group

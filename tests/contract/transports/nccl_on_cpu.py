@@ -121,9 +121,9 @@ def _join(
 ) -> ProcessGroup:  # fmt: skip
     assert (backend, device, priority) == ("nccl", _CPU, True)
     stores: Any = dist
-    patience = timedelta(seconds=deadline.remaining("joining"))
+    timeout = timedelta(seconds=deadline.remaining("joining"))
     try:
-        store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=patience)
+        store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=timeout)
     except RuntimeError as error:  # as where it is the real one
         raise PeerLost(f"joining group {name!r} failed: {error}") from None
     return ProcessGroup(name, "nccl", rank, size, Sockets(rank, size, name, store), rendezvous)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from tests.integration.nursery import Child
+from tests.integration.fork_server import Child
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app as cli
@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "tutorial.md").read_text()
 
 
 class Terminal(Child):
-    """One of the reader's terminals. Its program starts at once, because a nursery has imported torch."""
+    """One of the reader's terminals. Its program starts at once, because a fork server has imported torch."""
 
     def __init__(self, program: Path, environment: dict[str, str]) -> None:
         super().__init__(__name__, json.dumps([str(program), environment]))

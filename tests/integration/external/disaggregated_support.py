@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import torch
-from tests.integration.nursery import Child
+from tests.integration.fork_server import Child
 
 from weightsync.deadline import Deadline
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.integration.external.disaggregated_server import DRAFT, SHAPES, checkpoint
 from tests.integration.external.disaggregated_support import Sender, Server, serving
-from tests.integration.nursery import NURSERY
+from tests.integration.fork_server import FORK_SERVER
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
@@ -34,8 +34,8 @@ def _fold(tensors: dict[str, torch.Tensor]) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def gloo() -> None:
-    """Gloo keeps a pipe from its first group on, for the life of the process; the nursery a socket."""
-    NURSERY.start()
+    """Gloo keeps a pipe from its first group on, for the life of the process; the fork server a socket."""
+    FORK_SERVER.start()
     rendezvous = StoreRendezvous("127.0.0.1", 1, Deadline(10))
     init_custom_process_group("gloo", 0, 1, "first", Deadline(10), rendezvous=rendezvous).close()
 

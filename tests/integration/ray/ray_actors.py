@@ -22,7 +22,7 @@ from weightsync.tensors.shards import Shard, manifest_of, shard
 
 ROWS, COLUMNS = 2048, 1024
 MODEL_BYTES = 4 * ROWS * (COLUMNS + 1)
-PATIENCE = 40.0
+TIMEOUT = 40.0
 
 
 def model(seed: int) -> torch.nn.Linear:
@@ -72,7 +72,7 @@ class Stalling(ModuleAdapter):
         super().pause(mode, timeout)
         if self.stall:
             self.paused.set()
-            threading.Event().wait(PATIENCE)
+            threading.Event().wait(TIMEOUT)
 
 
 class Half(ModuleAdapter):
@@ -117,7 +117,7 @@ class Engine:
 
     def stalled(self) -> bool:
         assert isinstance(self.adapter, Stalling)
-        return self.adapter.paused.wait(PATIENCE)
+        return self.adapter.paused.wait(TIMEOUT)
 
     def sleep(self, seconds: float) -> None:
         threading.Event().wait(seconds)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.ray import ray_actors
-from tests.integration.ray.ray_actors import COLUMNS, MODEL_BYTES, PATIENCE, ROWS, change, mark, model
+from tests.integration.ray.ray_actors import COLUMNS, MODEL_BYTES, ROWS, TIMEOUT, change, mark, model
 from tests.integration.server.service_support import free_port
 
 from weightsync.config import Address, ClientSettings
@@ -85,7 +85,7 @@ def cluster() -> Iterator[Path]:
             _temp_dir=str(folder),
         )
         yield folder
-        until, pause = time.monotonic() + PATIENCE, threading.Event()
+        until, pause = time.monotonic() + TIMEOUT, threading.Event()
         here = Path(ray._private.worker._global_node.get_session_dir_path()).name
         ray.shutdown()
         while (left := list(_of_session(here))) and time.monotonic() < until:
@@ -116,7 +116,7 @@ class World:
     def step(self) -> int:
         """Train; returns the next version's number."""
         self.number += 1
-        ray.get([one.step.remote(self.number) for one in self.trainers], timeout=PATIENCE)
+        ray.get([one.step.remote(self.number) for one in self.trainers], timeout=TIMEOUT)
         change(self.reference, self.number)
         return self.number
 
@@ -164,7 +164,7 @@ def states(result: RoundResult) -> dict[str, tuple[str, int | None]]:
 
 def pid(one: Any) -> int:
     asked = one.__ray_call__.options(max_task_retries=-1).remote(lambda _: os.getpid())
-    return int(ray.get(asked, timeout=PATIENCE))
+    return int(ray.get(asked, timeout=TIMEOUT))
 
 
 def restart(one: Any) -> None:
@@ -180,7 +180,7 @@ def restart(one: Any) -> None:
 
 def when(manager: Manager, there: Callable[[dict[str, ReplicaStatus]], bool]) -> dict[str, ReplicaStatus]:
     """The replicas, as soon as they are so."""
-    until, pause, found = time.monotonic() + PATIENCE, threading.Event(), dict[str, ReplicaStatus]()
+    until, pause, found = time.monotonic() + TIMEOUT, threading.Event(), dict[str, ReplicaStatus]()
     while time.monotonic() < until:
         with suppress(CoordinatorUnreachable):  # it is being restarted
             found = {one.name: one for one in manager.status().replicas}
@@ -192,8 +192,8 @@ def when(manager: Manager, there: Callable[[dict[str, ReplicaStatus]], bool]) ->
 
 def test_shards_reach_every_replica_and_ray_carries_none_of_it(world: World) -> None:
     ray_actors.count_what_ray_carries(None)
-    ray.get([one.__ray_call__.remote(ray_actors.count_what_ray_carries) for one in world.actors], timeout=PATIENCE)
-    places = ray.get([one.pid.remote() for one in world.actors], timeout=PATIENCE)
+    ray.get([one.__ray_call__.remote(ray_actors.count_what_ray_carries) for one in world.actors], timeout=TIMEOUT)
+    places = ray.get([one.pid.remote() for one in world.actors], timeout=TIMEOUT)
     with managed() as manager:
         world.add_trainer(manager)
         world.add_single(manager)
@@ -204,19 +204,19 @@ def test_shards_reach_every_replica_and_ray_carries_none_of_it(world: World) -> 
             assert (result.ok, result.version.number, result.nbytes) == (True, number, 2 * MODEL_BYTES)
             assert states(result) == {"single": ("loaded", number), "halves": ("loaded", number)}
             assert all(one.verified == "installed" for one in result.replicas)
-            assert ray.get(world.single.mark.remote(), timeout=PATIENCE) == world.whole(result)
-            assert ray.get([one.mark.remote() for one in world.halves], timeout=PATIENCE) == [
+            assert ray.get(world.single.mark.remote(), timeout=TIMEOUT) == world.whole(result)
+            assert ray.get([one.mark.remote() for one in world.halves], timeout=TIMEOUT) == [
                 world.half(result, 0),
                 world.half(result, 1),
             ]
-    assert ray.get([one.pid.remote() for one in world.actors], timeout=PATIENCE) == places
+    assert ray.get([one.pid.remote() for one in world.actors], timeout=TIMEOUT) == places
     carried = [ray_actors.what_ray_carried(None)]
-    carried += ray.get([one.__ray_call__.remote(ray_actors.what_ray_carried) for one in world.actors], timeout=PATIENCE)
+    carried += ray.get([one.__ray_call__.remote(ray_actors.what_ray_carried) for one in world.actors], timeout=TIMEOUT)
     assert all(carried), "nothing was counted"
     assert max(map(max, carried)) < SMALL
     # The count sees a tensor: a part of the model, sent as it must not be.
-    ray.get(world.single.__ray_call__.remote(lambda worker: worker.model.weight.detach().numpy()), timeout=PATIENCE)
-    assert max(ray.get(world.single.__ray_call__.remote(ray_actors.what_ray_carried), timeout=PATIENCE)) > 4 * ROWS * COLUMNS
+    ray.get(world.single.__ray_call__.remote(lambda worker: worker.model.weight.detach().numpy()), timeout=TIMEOUT)
+    assert max(ray.get(world.single.__ray_call__.remote(ray_actors.what_ray_carried), timeout=TIMEOUT)) > 4 * ROWS * COLUMNS
 
 
 def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_restarts_it(world: World) -> None:
@@ -224,15 +224,15 @@ def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_res
         world.add_trainer(manager)
         world.add_single(manager)
         world.add_halves(manager)
-        before = ray.get(world.single.pid.remote(), timeout=PATIENCE)
-        ray.get(world.single.stall.remote(), timeout=PATIENCE)
+        before = ray.get(world.single.pid.remote(), timeout=TIMEOUT)
+        ray.get(world.single.stall.remote(), timeout=TIMEOUT)
         number = world.step()
         asked = pool.submit(manager.update_weights, number, 60)
-        assert ray.get(world.single.stalled.remote(), timeout=PATIENCE)
+        assert ray.get(world.single.stalled.remote(), timeout=TIMEOUT)
         killed = time.monotonic()
         ray.kill(world.single, no_restart=False)
-        result = asked.result(PATIENCE)
-        assert time.monotonic() - killed < PATIENCE / 2, "the others waited for the dead one"
+        result = asked.result(TIMEOUT)
+        assert time.monotonic() - killed < TIMEOUT / 2, "the others waited for the dead one"
         found = states(result)
         assert found.pop("halves") == ("loaded", number)
         assert found["single"][0] in ("lost", "dirty")
@@ -240,8 +240,8 @@ def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_res
         # Nobody publishes: the restarted actor joins, and is brought to what is published.
         replicas = when(manager, lambda found: found["single"].state == "loaded")
         assert replicas["single"].version == number
-        assert ray.get(world.single.mark.remote(), timeout=PATIENCE) == world.whole(result)
-        assert ray.get(world.single.pid.remote(), timeout=PATIENCE) != before
+        assert ray.get(world.single.mark.remote(), timeout=TIMEOUT) == world.whole(result)
+        assert ray.get(world.single.pid.remote(), timeout=TIMEOUT) != before
         assert replicas["halves"].version == number
 
 
@@ -258,7 +258,7 @@ def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
         when(manager, lambda found: "halves" in found and found["halves"].state == "loaded")
         second = manager.update_weights(world.step())
         assert (second.version.run, states(second)) == ("held", {"halves": ("loaded", world.number)})
-        assert ray.get(world.halves[1].mark.remote(), timeout=PATIENCE) == world.half(second, 1)
+        assert ray.get(world.halves[1].mark.remote(), timeout=TIMEOUT) == world.half(second, 1)
         with pytest.raises(VersionError, match=str(world.number)):
             manager.update_weights(world.number)
         with pytest.raises(VersionError, match=str(world.number)):
@@ -268,7 +268,7 @@ def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
         where = ClientSettings(coordinator=Address.parse(manager.coordinator))
         with Client(where, operator) as client, pytest.raises(MembershipError, match="nothing to seed"):
             client.start_round()
-        access = ray.get(coordinator.access.remote(), timeout=PATIENCE)
+        access = ray.get(coordinator.access.remote(), timeout=TIMEOUT)
         assert operator.reveal() not in (access.token, *manager.environment.values()), "no worker gets it"
     ray.kill(coordinator)
 
@@ -311,7 +311,7 @@ def test_the_token_reaches_actors_by_a_file_and_no_log(world: World, cluster: Pa
         assert (file.read_text(), file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (token.reveal(), 0o600, 0o700)
         assert manager.environment == environment
         alone = actor(ray_actors.Alone, num_cpus=0, runtime_env={"env_vars": environment})
-        assert ray.get(alone.status.remote(), timeout=PATIENCE) == manager.status().run
+        assert ray.get(alone.status.remote(), timeout=TIMEOUT) == manager.status().run
         ray.kill(alone)
         read = [path for path in cluster.rglob("*") if path.is_file() and path.stat().st_size < 64 << 20]
         assert any(path.name == "runtime_env_agent.log" and str(file) in path.read_text() for path in read), "Ray logs them"
@@ -348,7 +348,7 @@ def test_a_dead_trainer_actor_is_named_at_once(world: World) -> None:
         for _ in range(2):  # noticed by Ray in the call, or by the coordinator before it
             with pytest.raises(PeerLost, match=r"the trainer, rank 1"):
                 manager.update_weights(world.number + 1, timeout=300)
-        assert time.monotonic() - begun < PATIENCE, "the other rank waited for the dead one"
+        assert time.monotonic() - begun < TIMEOUT, "the other rank waited for the dead one"
         ray.kill(world.trainers[0])
 
 

@@ -111,7 +111,7 @@ async def test_vllm_interrupted_and_gone_on_with() -> None:
     assert (sample.finish_reason, sample.interruptions, sample.lost_tokens) == ("stop", 1, 0)
 
 
-async def test_what_a_dying_server_did_not_attest_is_dropped() -> None:
+async def test_what_a_dying_server_did_not_report_is_dropped() -> None:
     async def answer(path: str, body: dict[str, Any], writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
         begin(writer)
         event(writer, vllm_chunk([1, 2]))
@@ -127,7 +127,7 @@ async def test_what_a_dying_server_did_not_attest_is_dropped() -> None:
     assert (sample.tokens, sample.logprobs, sample.lost_tokens) == ([], [], 2)
 
 
-async def test_a_server_that_attests_as_it_goes_loses_nothing_when_it_dies() -> None:
+async def test_a_server_that_reports_as_it_goes_loses_nothing_when_it_dies() -> None:
     async def answer(path: str, body: dict[str, Any], writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
         if path == "/weight_info":
             writer.write(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.nursery import NURSERY, Child
+from tests.integration.fork_server import FORK_SERVER, Child
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.coordinator.events import Joined, Left
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nursery() -> None:
+def fork_server() -> None:
     """Started before any test looks for what it leaves behind."""
-    NURSERY.start()
+    FORK_SERVER.start()
 
 
 SECONDS = 20.0

@@ -91,7 +91,7 @@ def test_an_adapter_that_stops_its_engine_by_a_lock_survives_failed_rounds(owned
 def test_who_hangs_in_which_call_for_how_long_is_said_and_it_heals_by_itself(
     owned: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineRole, "patience", 0.2)
+    monkeypatch.setattr(EngineRole, "turn_seconds", 0.2)
     adapter = Hanging(torch.nn.Linear(4, 4))
     trainer, engine = join(owned, adapter)
     owned.callback(adapter.may_go_on.set)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.integration.nursery import NURSERY, Child
+from tests.integration.fork_server import FORK_SERVER, Child
 from tests.unit.tensors.test_digest import forged
 
 from weightsync import failpoints
@@ -56,8 +56,8 @@ class Run:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nursery() -> None:
-    NURSERY.start()
+def fork_server() -> None:
+    FORK_SERVER.start()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ STEPS = 3
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-class Judge:
+class Oracle:
     """Compares the server with Transformers, and writes down how far they are apart."""
 
     def __init__(self, directory: str, url: str) -> None:
@@ -108,7 +108,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 
-def synchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
+def synchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     """A trainer with ``vllm_mode="server"``: the one line, then TRL as its users write it."""
     from weightsync.integrations.trl import enable
 
@@ -116,7 +116,7 @@ def synchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     args: dict[str, Any] = COMMON | {
-        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": judge.url, "num_generations": 2, "beta": 0.0,
+        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": oracle.url, "num_generations": 2, "beta": 0.0,
         "output_dir": f"{directory}/{kind}",
     }  # fmt: skip
     more: dict[str, Any] = {"reward_funcs": reward, "train_dataset": dataset()}
@@ -134,7 +134,7 @@ def synchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
 
     def checked() -> None:
         synchronize()
-        judge.compare(generation._iter_named_params(), generation._weightsync.result)
+        oracle.compare(generation._iter_named_params(), generation._weightsync.result)
 
     generation.sync_weights = checked
     trainer.train()
@@ -188,7 +188,7 @@ def without_flash_attention() -> None:
     async_rollout_worker.parse_response = lambda tokens, ids, **_: {"role": "assistant", "content": tokens.decode(ids)}
 
 
-def asynchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
+def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     """``weight_transfer=WeightTransfer()``, and nothing else of weightsync."""
     without_flash_attention()
     import trl.chat_template_utils as templates
@@ -212,7 +212,7 @@ def asynchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
                 for name, tensor in iterator:
                     held.append((name, tensor.detach().clone()))
                     yield name, tensor
-                    if victim and judge.updates:  # in the middle of the second update
+                    if victim and oracle.updates:  # in the middle of the second update
                         os.kill(victim, signal.SIGKILL)
 
             started = time.monotonic()
@@ -221,12 +221,12 @@ def asynchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
             except WeightSyncError as error:
                 failure.update(failed=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
                 raise
-            judge.compare(held, self.result)
+            oracle.compare(held, self.result)
             aborted.append(count(aborts))
 
     def count(name: str) -> float:
         """A figure of vLLM's own."""
-        rows = [row for row in judge.http.get("/metrics").text.splitlines() if row.startswith(f"vllm:{name}")]
+        rows = [row for row in oracle.http.get("/metrics").text.splitlines() if row.startswith(f"vllm:{name}")]
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
     aborts = 'request_success_total{engine="0",finished_reason="abort"'
@@ -238,7 +238,7 @@ def asynchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
     more: dict[str, Any] = {"max_completion_length": 200, "max_inflight_tasks": 8} if kind == "inflight" else {}
     args = AsyncGRPOConfig(
         **COMMON | {"save_strategy": "steps", "save_steps": STEPS, "max_steps": 2 * STEPS if resumed else STEPS} | more,
-        output_dir=folder, vllm_server_base_url=judge.url, num_generations=2, token_budget=512, max_staleness=4,
+        output_dir=folder, vllm_server_base_url=oracle.url, num_generations=2, token_budget=512, max_staleness=4,
         gradient_accumulation_steps=1,
     )  # fmt: skip
     trainer = AsyncGRPOTrainer(
@@ -253,33 +253,33 @@ def asynchronous(kind: str, directory: str, judge: Judge) -> dict[str, Any]:
     return failure | counted | {"model_version": trainer.model_version}
 
 
-def page(directory: str, judge: Judge) -> None:
+def page(directory: str, oracle: Oracle) -> None:
     """The complete example of the page, as it stands there; then what it left on the server."""
     text = (Path(__file__).parents[3] / "docs" / "integrations" / "trl.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    sys.argv = ["train.py", directory, judge.url]
+    sys.argv = ["train.py", directory, oracle.url]
     os.chdir(directory)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, "train.py", "exec", dont_inherit=True), names)
     generation = names["trainer"].vllm_generation
     generation.sync_weights()
-    judge.compare(generation._iter_named_params(), generation._weightsync.result)
+    oracle.compare(generation._iter_named_params(), generation._weightsync.result)
 
 
 def main() -> int:
     kind, directory, url = sys.argv[1:]
-    judge = Judge(directory, url)
+    oracle = Oracle(directory, url)
     seen: dict[str, Any] = {}
     if kind in ("async", "resume", "inflight"):
-        seen = asynchronous(kind, directory, judge)
+        seen = asynchronous(kind, directory, oracle)
     elif kind == "page":
-        page(directory, judge)
+        page(directory, oracle)
     else:
         if kind == "fsdp2":
             accelerate_thinks_of_gpus()
-        seen = synchronous(kind, directory, judge)
+        seen = synchronous(kind, directory, oracle)
     if not dist.is_initialized() or not dist.get_rank():
-        print("RESULT " + json.dumps(seen | {"updates": judge.updates}), flush=True)
+        print("RESULT " + json.dumps(seen | {"updates": oracle.updates}), flush=True)
     return 0
 
 

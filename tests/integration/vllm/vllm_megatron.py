@@ -62,7 +62,7 @@ def play(case: Case, engine: dict[str, Any], directory: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory / "model")
-    torch.nn.Module.to(model, dtype=torch.float32)  # in place: the judge
+    torch.nn.Module.to(model, dtype=torch.float32)  # in place: the reference
     llm = LLM(
         model=str(directory / "model"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=128,
         block_size=32, max_num_seqs=8, weight_transfer_config=WeightTransferConfig(backend="weightsync"),

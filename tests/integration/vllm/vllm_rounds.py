@@ -60,16 +60,16 @@ def change(model: PreTrainedModel, seed: int) -> None:
 
 def expected(model: PreTrainedModel) -> list[list[int]]:
     """Transformers' greedy answers with the published weights, in float32 as vLLM computes here: no ties to break."""
-    judge = type(model)(model.config)
-    torch.nn.Module.to(judge, dtype=torch.float32)  # in place
-    judge.load_state_dict(model.state_dict())
-    judge.train(False)
+    reference = type(model)(model.config)
+    torch.nn.Module.to(reference, dtype=torch.float32)  # in place
+    reference.load_state_dict(model.state_dict())
+    reference.train(False)
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             for _ in range(TOKENS):
-                ids = torch.cat([ids, judge(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+                ids = torch.cat([ids, reference(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
         found.append(ids[0, len(prompt) :].tolist())
     return found
 

@@ -157,7 +157,7 @@ class World:
     def states(self) -> dict[str, tuple[str, int | None]]:
         return {replica.name: (replica.state, replica.version) for replica in self.coordinator.status().replicas}
 
-    async def settle(self, seconds: float = 700.0) -> None:
+    async def drain(self, seconds: float = 700.0) -> None:
         """Let background work end."""
         await asyncio.sleep(seconds)
 

@@ -77,7 +77,7 @@ def test_nccl_writes_gpu_memory_of_other_hosts_where_both_sides_allow_it() -> No
         (Traits(writes=("host",), reach="network"), HERE, "streamed"),
     ],
 )
-def test_a_transport_that_nobody_knows_is_judged_by_its_traits(traits: Traits, host: Host, delivery: str) -> None:
+def test_a_transport_that_nobody_knows_is_chosen_by_its_traits(traits: Traits, host: Host, delivery: str) -> None:
     source = trainer(0, host=host)
     hello = structs.replace(source.hello, offers=(Offer("rdma", "somewhere", host, traits),))
     source = dataclasses.replace(source, hello=hello)

@@ -69,7 +69,7 @@ async def test_an_old_version_is_behind_a_new_epoch() -> None:
     await world.publish(440)
     restart_trainer(world)
     world.faults["r/0", "prepare"] = "fail"
-    await world.settle(1)  # when it prepares ahead of the round
+    await world.drain(1)  # when it prepares ahead of the round
     world.faults["r/0", "prepare"] = "fail"
     await world.publish(1)
     assert (world.state("r").version, world.state("r").staleness) == (440, 1)

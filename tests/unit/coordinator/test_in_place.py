@@ -25,7 +25,7 @@ async def late_and_loaded(tells: bool) -> World:
     for process in world.replica("late"):
         process.connect()
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     return world
 
 

@@ -40,11 +40,11 @@ async def test_a_source_that_forges_the_public_digest_seeds_nobody() -> None:
     world = await served("a", serving=("a",))
     world.forging = ("a/0",)
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("dirty", None)
     assert "differ from the published ones" in str(world.state("new").error)
     world.add_replica("newer")
-    await world.settle()
+    await world.drain()
     assert world.states()["newer"] == ("registered", None), "nobody reads from it again"
     world.check()
 
@@ -55,7 +55,7 @@ async def test_every_reader_gets_another_key_and_sources_get_none(ranks: int) ->
     world = await served("a", "b", serving=("a",), ranks=ranks)
     for name in ("c", "d"):
         world.add_replica(name, ranks)
-    await world.settle()
+    await world.drain()
     assert {world.states()[name] for name in "cd"} == {("loaded", 1)}
     held = keys(world)
     trainers = ["trainer/0", "trainer/1"]
@@ -72,7 +72,7 @@ async def test_readers_of_the_trainer_need_no_key() -> None:
     world.add_replica("a")
     assert (await world.publish(1)).ok
     world.add_replica("new", 2)
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("loaded", 1)
     assert not keys(world)
 
@@ -82,10 +82,10 @@ async def test_without_the_trainer_as_many_are_seeded_as_digests_were_kept() -> 
     world = await served("a", serving=("a",))
     for number in range(KEPT):
         world.add_replica(f"r{number}")
-        await world.settle()
+        await world.drain()
         assert world.states()[f"r{number}"] == ("loaded", 1)
     world.add_replica("late")
-    await world.settle()
+    await world.drain()
     assert world.states()["late"] == ("registered", None)
     assert "are used up" in str(world.state("late").error)
     assert not [entry for entry in world.log if entry[1:] == ("late/0", "pause")]
@@ -126,7 +126,7 @@ async def test_a_replica_serves_on_while_the_trainer_digests() -> None:
     assert (await world.publish(1, timeout=500.0)).ok
     world.delays["trainer/0", "digest"] = 3 * MOVE
     publishing = world.coordinator._spawn(world.publish(2, timeout=500.0))
-    await world.settle(2.5 * MOVE)
+    await world.drain(2.5 * MOVE)
     assert sorted(world.states().values()) == [("loaded", 1), ("loaded", 2), ("loaded", 2)]
     assert (await publishing).ok
     world.check()
@@ -143,7 +143,7 @@ async def test_what_was_kept_of_an_earlier_version_admits_nobody() -> None:
     for trainer in list(world.trainers.values()):
         trainer.disconnect()
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("registered", None)
     with pytest.raises(StaleSource):
         await reserve.draw(last(world).version, RoundDeadline(10.0))

@@ -112,7 +112,7 @@ async def test_a_round_waits_for_a_replica_that_it_needs_and_whose_connection_ju
     assert states(result)["b"] == ("loaded" if back_after is not None and waited else "lost")
     world.coordinator.leave(world.engines["b/0"].node, "the agent left", clean=True)
     since = loop.time()
-    await world.settle(RETURN_SECONDS)
+    await world.drain(RETURN_SECONDS)
     result = await world.publish(3, 8.0)
     assert loop.time() - since - RETURN_SECONDS == pytest.approx(result.seconds), "not for ever"
     world.check()

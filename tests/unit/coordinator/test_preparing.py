@@ -25,7 +25,7 @@ def world_of(*replicas: str) -> World:
 async def test_a_trainer_that_leaves_in_the_same_turn_costs_no_place_of_the_planner() -> None:
     world = world_of("a", "b", "c")
     world.trainers["trainer/0"].disconnect()
-    await world.settle(1)
+    await world.drain(1)
     world.trainers.clear()
     world.add_trainers(1)
     assert (await world.publish(1, 5.0)).ok
@@ -35,7 +35,7 @@ async def test_a_trainer_that_leaves_in_the_same_turn_costs_no_place_of_the_plan
 @virtual
 async def test_a_trainer_that_dies_before_its_round_costs_no_place_of_the_planner() -> None:
     world = world_of("a", "b")
-    await world.settle(1)
+    await world.drain(1)
     for _ in range(3):
         with pytest.raises(PeerLost, match="no trainer rank"):
             await world.coordinator._planner.agree("a", {}, {}, _Ever())  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ async def test_a_trainer_that_hangs_does_not_hold_up_its_successor() -> None:
     world.delays["a/0", "prepare"] = 250.0  # it reads from a trainer that is stopped
     world.add_trainers(1)
     world.add_replica("a")
-    await world.settle(1)
+    await world.drain(1)
     world.trainers["trainer/0"].disconnect()
     world.trainers.clear()
     world.delays.clear()
@@ -80,7 +80,7 @@ async def test_a_plan_that_could_not_be_prepared_takes_the_place_of_the_one_befo
     world.trainers.clear()
     world.faults["a/0", "prepare"] = "fail"
     world.add_trainers(1)
-    await world.settle(1)
+    await world.drain(1)
     assert link.prepared is None
     world.check()
 
@@ -95,13 +95,13 @@ async def test_an_unexpected_error_of_work_that_nobody_waits_for_is_logged(
     world = world_of("a")
     monkeypatch.setattr("weightsync.coordinator.agreement.prepare", broken)
     world.add_replica("b")
-    await world.settle(1)
+    await world.drain(1)
     assert "_prepare ended by an unexpected error" in caplog.text
     assert (await world.publish(1, 5.0)).ok, "the round prepares by itself"
     caplog.clear()
     monkeypatch.setattr(world.coordinator, "_seed", broken)
     world.add_replica("c")
-    await world.settle(1)
+    await world.drain(1)
     assert "_seed_in_background ended by an unexpected error" in caplog.text
     world.check()
 
@@ -136,7 +136,7 @@ async def test_a_plan_that_nobody_uses_any_more_makes_room_for_the_next() -> Non
         world.trainers["trainer/0"].disconnect()
         world.trainers.clear()
         world.add_trainers(1)
-        await world.settle(1)
+        await world.drain(1)
         assert (await world.publish(number, 5.0)).ok
         assert planner.room.taken == taken
     world.check()

@@ -389,7 +389,7 @@ async def test_the_trainer_decides_what_a_pause_does_to_running_requests(windows
     assert world.modes == ["keep"] * 3
     if not windows:
         world.add_replica("late")
-        await world.settle()
+        await world.drain()
         assert world.states()["late"] == ("loaded", 1)
         assert world.modes == ["keep"] * 4
     world.modes.clear()

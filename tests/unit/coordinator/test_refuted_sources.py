@@ -21,10 +21,10 @@ async def test_it_is_not_offered_in_the_next_round() -> None:
     world = await served("a", "b", serving=("a", "b"))
     world.faults["new/0", "move"] = "corrupt"
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert sources(last(world)) == {"new": "b"}, "in the same round"
     world.add_replica("newer")
-    await world.settle()
+    await world.drain()
     assert sources(last(world)) == {"newer": "b"}
     assert not [entry for entry in world.log if entry[1:] == ("newer/0", "quarantine")]
     assert world.states()["newer"] == ("loaded", 1)
@@ -36,10 +36,10 @@ async def test_the_only_source_feeds_nobody_until_it_has_verified_another_versio
     world = await served("a")
     world.faults["new/0", "move"] = "corrupt"
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("dirty", None)
     world.add_replica("newer")
-    await world.settle()
+    await world.drain()
     assert world.states()["newer"] == ("registered", None), "it was not paused"
     with pytest.raises(StaleSource):
         await world.coordinator.seed(["newer"])
@@ -48,7 +48,7 @@ async def test_the_only_source_feeds_nobody_until_it_has_verified_another_versio
     for trainer in list(world.trainers.values()):
         trainer.disconnect()
     world.add_replica("newest")
-    await world.settle()
+    await world.drain()
     assert sources(last(world))["newest"] == "a"
     assert world.states()["newest"] == ("loaded", 2)
     world.check()
@@ -59,10 +59,10 @@ async def test_a_reader_that_fails_from_two_sources_blames_neither() -> None:
     world = await served("a", "b", serving=("a", "b"))
     world.faults = Always({("broken/0", "move"): "corrupt"})
     world.add_replica("broken")
-    await world.settle()
+    await world.drain()
     assert world.states()["broken"] == ("dirty", None)
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert sources(last(world)) == {"new": "a"}
     world.check()
 

@@ -102,14 +102,14 @@ async def test_a_replica_that_fails_hurts_only_itself(phase: str, kind: str, del
         assert not any(rank.generating for rank in world.replica("sick"))
     world.check()
     if not gone and phase != "prepare":
-        await world.settle(10.0)
+        await world.drain(10.0)
         assert world.states()["sick"] == ("loaded", 2), "it gets one more attempt at once, from the regions"
     # the next round heals it
     for rank in world.replica("sick"):
         if not rank.connected:
             rank.label = None
             rank.connect()
-    await world.settle()
+    await world.drain()
     assert world.states()["sick"][0] == "loaded"
     world.check()
     assert (await world.publish(3)).ok
@@ -138,7 +138,7 @@ async def test_a_wrong_move_is_never_labelled(kind: str, delivery: Delivery) -> 
 async def test_a_plan_understood_differently_fails_before_anything_is_paused() -> None:
     world = fleet()
     world.faults["sick/0", "prepare"] = "other"
-    await world.settle(1)  # when it prepares ahead of the round
+    await world.drain(1)  # when it prepares ahead of the round
     world.faults["sick/0", "prepare"] = "other"
     result = await world.publish(1)
     sick = next(replica for replica in result.replicas if replica.name == "sick")
@@ -285,7 +285,7 @@ async def test_a_rolling_round_goes_on_after_a_replica_that_fails() -> None:
     world.faults["sick/1", "move"] = "fail"
     result = await world.publish(2, timeout=120.0)
     assert {replica.name: replica.error is None for replica in result.replicas} == {"sick": False, "well": True, "fine": True}
-    await world.settle()
+    await world.drain()
     world.check()
     await world.coordinator.aclose()
 
@@ -318,7 +318,7 @@ async def test_a_dirty_replica_gets_one_more_attempt_at_once() -> None:
     world.faults["sick/1", "move"] = "fail"
     await world.publish(3)
     world.faults["sick/0", "pause"] = "fail"
-    await world.settle()
+    await world.drain()
     assert world.states()["sick"] == ("dirty", None)
     assert len(world.coordinator.status().rounds) == rounds + 2, "one attempt, not a loop"
     world.check()

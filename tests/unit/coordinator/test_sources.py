@@ -43,7 +43,7 @@ def last(world: World) -> RoundResult:
 async def test_a_joiner_is_seeded_by_a_replica_when_the_trainer_is_gone(ranks: int) -> None:
     world = await served(ranks=ranks)
     world.add_replica("new", 3 - ranks)
-    await world.settle()
+    await world.drain()
     assert world.states() == {"a": ("loaded", 1), "new": ("loaded", 1)}
     assert sources(last(world)) == {"new": "a"}
     assert not [entry for entry in world.log if entry[1].startswith("a/") and entry[2] == "pause" and entry[0] > MOVE]
@@ -57,7 +57,7 @@ async def test_a_joiner_is_seeded_when_the_trainers_own_memory_has_changed() -> 
     world.add_replica("a", 2)
     assert (await world.publish(1)).ok
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("loaded", 1)
     assert sources(last(world)) == {"new": "a"}
     world.check()
@@ -70,7 +70,7 @@ async def test_the_trainer_feeds_a_joiner_while_it_can_be_read() -> None:
     world.add_replica("a")
     assert (await world.publish(1)).ok
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert sources(last(world)) == {"new": "trainer"}
 
 
@@ -78,7 +78,7 @@ async def test_the_trainer_feeds_a_joiner_while_it_can_be_read() -> None:
 async def test_a_replica_that_does_not_serve_its_weights_feeds_nobody() -> None:
     world = await served(serving=())
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["new"] == ("registered", None)
     with pytest.raises(StaleSource, match="no trainer is connected"):
         await world.coordinator.seed(["new"])
@@ -87,9 +87,9 @@ async def test_a_replica_that_does_not_serve_its_weights_feeds_nobody() -> None:
 @virtual
 async def test_a_replica_that_is_not_serving_is_no_source() -> None:
     world = await served("a", "b", serving=("a", "b"))
-    world.coordinator._distrust(world.coordinator._members.replicas["a"], "a test says so")
+    world.coordinator._exclude(world.coordinator._members.replicas["a"], "a test says so")
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert sources(last(world)) == {"new": "b"}
     assert world.states()["new"] == ("loaded", 1)
     world.check()
@@ -107,7 +107,7 @@ async def test_a_replica_with_an_older_version_is_no_source() -> None:
     await world.publish(2)
     late.connect()
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["late"] == ("loaded", 1)
     assert world.states()["new"] == ("registered", None)
     world.check()
@@ -119,11 +119,11 @@ async def test_a_replica_that_does_not_hold_the_bytes_of_its_label_is_taken_out_
     world.faults["a/0", "place"] = "corrupt"
     world.delays["a/0", "pause"] = MOVE  # before it is seeded again
     world.add_replica("new")
-    await world.settle(MOVE / 2)
+    await world.drain(MOVE / 2)
     assert world.states() == {"a": ("updating", None), "b": ("loaded", 1), "new": ("loaded", 1)}
     assert [entry[1] for entry in world.log if entry[2] == "quarantine"] == ["a/0"]
     assert not world.engines["a/0"].generating
-    await world.settle()
+    await world.drain()
     assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("loaded", 1)}
     assert sources(last(world)) == {"a": "b"}
     world.check()
@@ -134,7 +134,7 @@ async def test_one_whose_label_was_refuted_waits_out_of_service_where_nothing_ca
     world = await served("a", "b", serving=("a",))
     world.faults["a/0", "place"] = "corrupt"
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states() == {"a": ("dirty", None), "b": ("loaded", 1), "new": ("registered", None)}
     assert "does not hold the bytes of version test@1" in str(world.state("a").error)
     assert not world.engines["a/0"].generating
@@ -149,7 +149,7 @@ async def test_in_waves_the_trainer_seeds_a_source_again_that_does_not_hold_its_
     result = await world.publish(1, timeout=500.0)
     assert result.ok
     assert set(sources(result).values()) == {"trainer"}
-    await world.settle()
+    await world.drain()
     assert set(world.states().values()) == {("loaded", 1)}
     assert sources(last(world)) == {source: "trainer"}
     world.check()
@@ -161,7 +161,7 @@ async def test_another_source_is_asked_if_the_first_cannot_place(kind: str) -> N
     world = await served("a", "b", serving=("a", "b"))
     world.faults["a/0", "place"] = kind
     world.add_replica("new")
-    await world.settle(1500.0)
+    await world.drain(1500.0)
     assert world.states()["new"] == ("loaded", 1)
     assert sources(last(world)) == {"new": "b"}
     world.check()
@@ -173,14 +173,14 @@ async def test_a_reader_whose_source_ends_in_the_middle_serves_nothing_until_it_
     world = await served("a", "b", serving=("a", "b"))
     world.add_replica("new")
     world.delays["new/0", "move"] = MOVE
-    await world.settle(MOVE / 2)
+    await world.drain(MOVE / 2)
     assert world.states()["new"] == ("updating", None)
     for name in "ab":  # whichever feeds it
         if event == "killed":
             world.replica(name)[0].disconnect()
         else:
-            world.coordinator._distrust(world.coordinator._members.replicas[name], "a test says so")
-    await world.settle()
+            world.coordinator._exclude(world.coordinator._members.replicas[name], "a test says so")
+    await world.drain()
     assert world.states()["new"] == ("dirty", None)
     assert not world.engines["new/0"].generating
     world.check()
@@ -211,12 +211,12 @@ async def restarted(*, live: bool = False) -> tuple[World, list[TrainerProcess]]
 async def test_after_a_restart_replicas_feed_each_other_when_a_trainer_rank_reports_the_version(live: bool) -> None:
     world, trainers = await restarted(live=live)
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("registered", None)}
     assert not world.log, "nobody is asked anything on a replica's word"
     for trainer in trainers:
         trainer.connect()
-    await world.settle()
+    await world.drain()
     # Memory that is read in place is not the version's any more, so the trainer cannot digest it under a new key.
     assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("registered", None) if live else ("loaded", 1)}
     assert [replica.source for replica in last(world).replicas if replica.error is None] == ([] if live else ["a"])
@@ -244,7 +244,7 @@ async def test_a_claim_seeds_nobody_before_the_first_publication(first: str) -> 
     world.add_replica("honest")
     if first == "replica":
         claims(world, "thief", 7)
-    await world.settle()
+    await world.drain()
     assert world.states()["honest"] == ("registered", None)
     assert not [entry for entry in world.log if entry[2] in ("check", "pause", "move")]
 
@@ -255,10 +255,10 @@ async def test_a_claim_that_comes_before_the_trainer_after_a_restart_overwrites_
     world, trainers = await restarted()
     claims(world, "thief", number)
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     for trainer in trainers:
         trainer.connect()
-    await world.settle()
+    await world.drain()
     assert world.states()["b"] == ("loaded", 1)
     assert world.states()["new"] == ("loaded", 1), "the trainer says what the last version is"
     (honest,) = world.replica("b")
@@ -273,7 +273,7 @@ async def test_replicas_feed_nobody_while_the_trainer_publishes_streams() -> Non
     world.add_replica("a", delivery="streamed", manifest=STREAMED)
     assert (await world.publish(1)).ok
     world.add_replica("late", delivery="streamed", manifest=STREAMED)
-    await world.settle()
+    await world.drain()
     assert world.states() == {"a": ("loaded", 1), "late": ("registered", None)}
     assert not [entry for entry in world.log if entry[2] == "place"]
     assert (await world.publish(2)).ok
@@ -331,13 +331,13 @@ async def test_the_trainer_feeds_those_whose_source_fails(kind: str) -> None:
     if kind.startswith("place"):
         world.faults["r0/0", "place"] = kind.partition(" ")[2].removesuffix("s")
     publishing = world.coordinator._spawn(world.publish(1, timeout=300.0))
-    await world.settle(1.5 * MOVE)
+    await world.drain(1.5 * MOVE)
     assert not publishing.done()
     source = next(iter(world.serving))
     if kind == "killed":
         world.replica(source)[0].disconnect()
     elif kind == "quarantined":
-        world.coordinator._distrust(world.coordinator._members.replicas[source], "a test says so")
+        world.coordinator._exclude(world.coordinator._members.replicas[source], "a test says so")
     result = await publishing
     assert {name: state for name, state in world.states().items() if name != source} == dict.fromkeys(
         ("r1", "r2", "r3"), ("loaded", 1)
@@ -387,7 +387,7 @@ async def test_a_version_that_the_trainer_did_not_publish_seeds_nobody() -> None
     honest.disconnect()
     honest.connect()
     world.add_replica("new")
-    await world.settle()
+    await world.drain()
     assert world.states()["a"] == ("loaded", 1)
     assert world.states()["new"] == ("registered", None)
     assert honest.holds(1)

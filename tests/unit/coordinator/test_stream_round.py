@@ -52,7 +52,7 @@ async def test_windows_are_read_from_the_rank_that_placed_them_whoever_joined_fi
     world.add_replica("solo")
     for rank in (2, 0, 1):
         world.add_trainer(rank, 3, NOTHING)
-    await world.settle()  # the replica is prepared ahead
+    await world.drain()  # the replica is prepared ahead
     assert (await world.publish(1)).ok
     world.check()
 
@@ -76,7 +76,7 @@ async def test_a_replica_that_fails_fails_alone(member: str, step: str, kind: st
     assert [errors[other] for other in others] == [None, None]
     assert all(world.states()[other] == ("loaded", 2) for other in others)
     world.check()
-    await world.settle()
+    await world.drain()
     world.check()
 
 
@@ -197,7 +197,7 @@ async def test_nobody_is_seeded_from_a_stream() -> None:
     world.faults["solo/0", "window"] = "fail"
     await world.publish(1)
     world.add_replica("late")
-    await world.settle()
+    await world.drain()
     assert (world.states()["solo"], world.states()["late"]) == (("dirty", None), ("registered", None))
     assert (await world.publish(2)).ok
     assert set(world.states().values()) == {("loaded", 2)}

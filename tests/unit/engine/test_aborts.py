@@ -1,4 +1,4 @@
-"""A call that was aborted after it arrived changes nothing, and what a rank attests after an abort stays true."""
+"""A call that was aborted after it arrived changes nothing, and what a rank reports after an abort stays true."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]],
 
 
 def serving(role: EngineRole) -> int | None:
-    return None if role.session.attests is None else role.session.attests.number
+    return None if role.session.served_version is None else role.session.served_version.number
 
 
 STEPS: dict[str, Callable[[Version], Body]] = {
@@ -101,17 +101,17 @@ def test_a_call_that_was_aborted_before_it_began_leaves_the_engine_serving(stage
 def test_an_update_that_is_aborted_at_any_point_never_commits(
     stage: Stage, point: str, gate: Callable[[str, Callable[[], None]], None]
 ) -> None:
-    version, attested = stage.place(2), []
+    version, reported = stage.place(2), []
 
     def lost() -> None:
         stage.engine.session.abort()
-        attested.append(serving(stage.engine))  # what the Hello of the next connection says
+        reported.append(serving(stage.engine))  # what the Hello of the next connection says
 
     gate(point, lost)
     with pytest.raises(Aborted):
         stage.update(version)
     assert "resume" not in stage.adapter.said
-    assert attested == [serving(stage.engine)], "the Hello told what the engine does"
+    assert reported == [serving(stage.engine)], "the Hello told what the engine does"
     assert serving(stage.engine) == (1 if point == "engine.received.update" else None)
     stage.engine.handle(Prepare(stage.plan()), SECONDS)
     assert stage.update(version).committed, "a later round brings the version"
@@ -171,7 +171,7 @@ def test_later_steps_that_were_aborted_before_they_began_do_nothing(stage: Stage
     assert serving(stage.engine) is None
 
 
-def test_nothing_is_attested_while_memory_is_followed_and_nothing_is_taken_back_after_an_abort(stage: Stage, adapter: Held) -> None:
+def test_nothing_is_reported_while_memory_is_followed_and_nothing_is_taken_back_after_an_abort(stage: Stage, adapter: Held) -> None:
     version = stage.place(2)
     adapter.hold = "shards"
     with ThreadPoolExecutor(1) as thread:

@@ -120,7 +120,7 @@ def test_parameters_that_are_read_in_another_way_are_never_labelled(
         coming = updating(stage, pool)
         with pytest.raises(PlanMismatch, match=r"restart this rank's weightsync\.Engine"):
             coming.result(SECONDS)
-    assert stage.engine.session.attests is None
+    assert stage.engine.session.served_version is None
     assert stage.adapter.said[-1] != "resume"
     assert torch.equal(old, before)
 

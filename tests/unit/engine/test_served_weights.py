@@ -100,7 +100,7 @@ def test_a_reader_notices_that_the_engine_left_service(stage: Serving, leaves: s
         if stage.scheme.name == "tcp":
             reader.begin(1, Deadline(SECONDS))
         reader.end(Deadline(SECONDS))
-    if stage.engine.session.attests is None:
+    if stage.engine.session.served_version is None:
         with pytest.raises(StaleSource, match="does not serve version"):
             stage.asked()
     else:
@@ -122,7 +122,7 @@ def test_an_engine_that_is_closed_while_another_front_drives_it_is_not_read(stag
     other = EngineSession(stage.adapter, "another front")
     with other.turn(other.receive("an update from outside", 1), Deadline(SECONDS)):
         stage.engine.close(0.05)
-        assert stage.engine.session.attests is None
+        assert stage.engine.session.served_version is None
         with pytest.raises(StaleSource):
             reader.begin(1, Deadline(SECONDS))
             reader.end(Deadline(SECONDS))
@@ -166,7 +166,7 @@ def test_a_second_replica_reads_what_the_first_serves(stage: Serving) -> None:
         stage.engine.handle(Pause("keep"), SECONDS)
         with pytest.raises(StaleSource, match="source r/0"):
             other.update(Version("run", 1, stage.version.manifest, stage.version.digest))
-        assert other.engine.session.attests is None
+        assert other.engine.session.served_version is None
 
 
 def test_a_pause_that_fails_leaves_the_rank_a_source_when_it_is_asked_again(stage: Serving) -> None:
@@ -175,7 +175,7 @@ def test_a_pause_that_fails_leaves_the_rank_a_source_when_it_is_asked_again(stag
     stage.adapter.moved = True
     with pytest.raises(PlanMismatch, match="other parameters"):
         stage.engine.handle(Pause("keep"), SECONDS)
-    assert stage.engine.session.attests == stage.version
+    assert stage.engine.session.served_version == stage.version
     stage.asked()
 
 

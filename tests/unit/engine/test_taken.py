@@ -75,17 +75,17 @@ def stage() -> Iterator[Stage]:
 
 def said(stage: Stage) -> set[Version | None]:
     """What the rank says that it holds, and that it generates with."""
-    return {stage.engine.session.serving, stage.engine.session.attests}
+    return {stage.engine.session.serving, stage.engine.session.served_version}
 
 
 def weight(stage: Stage) -> torch.Tensor:
     return stage.adapter.module.get_parameter("weight")
 
 
-def test_a_rank_attests_nothing_once_its_engine_is_updated_from_outside(stage: Stage) -> None:
+def test_a_rank_serves_nothing_once_its_engine_is_updated_from_outside(stage: Stage) -> None:
     version = stage.place(1)
     assert stage.update(version).committed
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
     outside = Outside(stage.adapter)
     outside.load()
     assert said(stage) == {None}
@@ -94,7 +94,7 @@ def test_a_rank_attests_nothing_once_its_engine_is_updated_from_outside(stage: S
     assert not torch.any(weight(stage))
     version = stage.place(2)
     assert stage.update(version).committed
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
     assert "quarantined" in outside.tell(Verify(7)).message
 
 
@@ -121,7 +121,7 @@ def test_an_update_from_outside_that_a_round_overtakes_commits_nothing(stage: St
     calls = stage.adapter.said.copy()
     outside.commit()
     assert stage.adapter.said == calls
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
 
 
 @pytest.mark.parametrize("arrives", ["before the round", "after the round"])
@@ -135,7 +135,7 @@ def test_a_quarantine_of_an_update_that_a_round_overtook_does_not_pause_the_engi
         outside.tell(QuarantineRank(SECONDS, 7))
     else:
         outside.rank.session.quarantine(late, Deadline(SECONDS))
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
     assert not stage.engine.session.paused
     assert stage.adapter.said[-1] == "resume"
 
@@ -147,11 +147,11 @@ def test_a_quarantine_of_a_round_that_an_update_from_outside_overtook_does_not_s
     outside.load()
     late.run(SECONDS)
     outside.commit()
-    served = outside.rank.session.attests
+    served = outside.rank.session.served_version
     assert served is not None
     stage.engine.handle(Quarantine("another digest was published"), SECONDS)
-    attested = outside.rank.session.attests
-    assert attested is None, "one that arrives now pauses whatever serves"
+    reported = outside.rank.session.served_version
+    assert reported is None, "one that arrives now pauses whatever serves"
     assert stage.engine.session.paused
 
 

@@ -117,7 +117,7 @@ def test_an_update_is_the_whole_round_in_its_order(stage: Stage) -> None:
     assert answer.committed
     assert answer.moved.nbytes == 4 * 6 * 4
     assert stage.adapter.said == ["pause keep", "finish", "flush", "resume"]
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
     assert torch.equal(stage.adapter.module.weight, stage.source.weight)  # type: ignore[arg-type]
 
 
@@ -137,7 +137,7 @@ def test_bytes_that_are_not_the_versions_are_never_committed(stage: Stage) -> No
         stage.engine.handle(Resume(), SECONDS)
     stage.engine.handle(Quarantine("other bytes"), SECONDS)
     assert stage.update(version).committed, "a later round heals it"
-    assert stage.engine.session.attests == version
+    assert stage.engine.session.served_version == version
 
 
 def test_an_engine_that_keeps_old_caches_is_not_resumed(stage: Stage) -> None:
@@ -146,7 +146,7 @@ def test_an_engine_that_keeps_old_caches_is_not_resumed(stage: Stage) -> None:
     with pytest.raises(LoadError, match="caches"):
         stage.update(stage.place(1))
     assert stage.adapter.said == ["pause keep", "finish", "flush"]
-    assert stage.engine.session.attests is None
+    assert stage.engine.session.served_version is None
 
 
 def test_an_update_that_comes_too_late_does_not_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_an_update_that_comes_too_late_does_not_commit(stage: Stage, monkeypatch
     with pytest.raises(DeadlineExceeded, match="committing"):
         stage.update(version)
     assert stage.adapter.said == ["pause keep"]
-    assert stage.engine.session.attests is None
+    assert stage.engine.session.served_version is None
 
 
 def test_a_rank_that_does_not_hold_everything_is_not_even_paused() -> None:

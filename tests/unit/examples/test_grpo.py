@@ -74,13 +74,13 @@ def test_the_ratio_is_cut_off_where_it_would_gain_more() -> None:
     assert ratio.grad.tolist() == [[0, pytest.approx(1), pytest.approx(-1), 0]]
 
 
-def test_staleness_is_counted_from_what_was_attested() -> None:
+def test_staleness_is_counted_from_what_was_reported() -> None:
     found = staleness(7, [rollout(sample(7, 7), sample(6, 7)), rollout(sample(5, 6))], 2)
     assert found == {0: 1, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("bad", [sample(4, 7), sample(7, 8), sample(8), Sample((5,)), Sample((5,), [7, 7], [-1.0] * 2, [7])])
-def test_a_sample_beyond_the_bound_or_not_attested_fails_the_run(bad: Sample) -> None:
+def test_a_sample_beyond_the_bound_or_not_reported_fails_the_run(bad: Sample) -> None:
     with pytest.raises(VersionError, match="staleness bound of 2"):
         staleness(7, [rollout(sample(7), bad)], 2)
 

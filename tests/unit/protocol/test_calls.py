@@ -248,7 +248,7 @@ async def test_closing_fails_everybody_at_once() -> None:
 
 
 @virtual
-async def test_calls_are_settled_when_their_answers_are_sent() -> None:
+async def test_calls_are_drained_when_their_answers_are_sent() -> None:
     sent: list[Frame] = []
 
     async def slowly(frame: Frame) -> None:
@@ -261,7 +261,7 @@ async def test_calls_are_settled_when_their_answers_are_sent() -> None:
     calls = Calls(slowly, handle)
     calls.feed(Call(1, 5.0, Resume()))
     await asyncio.sleep(0.5)  # it is handled, and its answer on the way
-    await calls.settled()
+    await calls.drained()
     calls.close()
     assert sent == [Answer(1, Done())]
 

@@ -44,7 +44,7 @@ class Received:
 
     goes_on: threading.Event
     begun: threading.Event = field(default_factory=threading.Event)
-    patience: float = 0.02
+    turn_seconds: float = 0.02
 
     def run(self, timeout: float) -> Body:
         self.begun.set()
@@ -65,7 +65,7 @@ class Rank:
 
     def receive(self, body: Body) -> IncomingCall:
         call = self.calls[-1]
-        return IncomingCall(body, call.run, call.withdraw, call.patience)
+        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
@@ -90,7 +90,7 @@ class Rank:
         with pytest.raises(DeadlineExceeded, match="did not get its turn"):
             await self.call(threading.Event())
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait until it has decided whether to connect again."""
         await asyncio.wait_for(self.link._returning, SECONDS)
 
@@ -109,7 +109,7 @@ async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
     await rank.refuse()
     assert socket.codes == []
     hanging.set()
-    await rank.settle()
+    await rank.drain()
     assert socket.codes == [CloseCode.SERVICE_RESTART]
 
 
@@ -118,7 +118,7 @@ async def test_another_connection_is_left_alone(rank: Rank) -> None:
     await rank.refuse()
     new = rank.connect()
     hanging.set()
-    await rank.settle()
+    await rank.drain()
     assert (old.codes, new.codes) == ([], [])
 
 
@@ -128,7 +128,7 @@ async def test_another_connection_over_which_a_call_was_refused_too_is_made_anew
     new = rank.connect()
     await rank.refuse()
     hanging.set()
-    await rank.settle()
+    await rank.drain()
     assert (old.codes, new.codes) == ([], [CloseCode.SERVICE_RESTART])
 
 
@@ -142,7 +142,7 @@ async def test_a_quarantine_is_answered_before_it_connects_again(rank: Rank) -> 
     await asyncio.wait([rank.link._returning], timeout=0.1)
     assert socket.codes == []
     quarantined.set()
-    await rank.settle()
+    await rank.drain()
     assert socket.codes == [CloseCode.SERVICE_RESTART]
     assert await quarantine == Done()
 
@@ -152,10 +152,10 @@ async def test_a_call_that_is_under_way_again_is_not_interrupted(rank: Rank) -> 
     await rank.refuse()
     again = threading.Event()
     call = rank.call(again)
-    rank.calls[-1].patience = SECONDS
+    rank.calls[-1].turn_seconds = SECONDS
     await asyncio.sleep(0)
     hanging.set()
-    await rank.settle()
+    await rank.drain()
     again.set()
     assert await call == Done()
     assert socket.codes == []
@@ -176,7 +176,7 @@ async def test_a_call_that_failed_keeps_nothing_of_what_it_was_about(rank: Rank)
             raise StaleSource("the source was taken")
 
     rank.calls.append(Failing(threading.Event()))
-    rank.calls[-1].patience = SECONDS
+    rank.calls[-1].turn_seconds = SECONDS
     gc.collect()
     gc.disable()
     try:

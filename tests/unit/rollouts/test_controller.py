@@ -196,13 +196,13 @@ async def test_tasks_are_taken_only_as_staleness_allows() -> None:
 async def test_rejected_and_too_old_rollouts_make_room() -> None:
     verdicts = iter([None, 1, None, 2, 3, 4, 5, 6, 7, 8])
 
-    async def judged(generate: Generate) -> int | None:
+    async def scored(generate: Generate) -> int | None:
         await generate([0], Sampling(max_tokens=1))
         return next(verdicts)
 
-    def judges() -> Iterator[Task[int]]:
+    def scorers() -> Iterator[Task[int]]:
         while True:
-            yield judged
+            yield scored
 
     one = Engine(1)
     engines = Engines({"a": one}, free=True)
@@ -210,7 +210,7 @@ async def test_rejected_and_too_old_rollouts_make_room() -> None:
     async with RolloutController[int](settings, engines, {"a": "http://a"}) as rollouts:
         rollouts.publish(1)
         rollouts.replicas.apply(status(1, a=1))
-        rollouts.feed(judges())
+        rollouts.feed(scorers())
         assert [rollout.value for rollout in await rollouts.batch(SECONDS)] == [1, 2]
         await until(lambda: rollouts.counts().ready == 2)
         assert rollouts.counts().rejected == 2

@@ -57,7 +57,7 @@ class DeviceDirect(Filler):
             for reader in self._in_turn:
                 check_abort()
                 reader.begin(version, deadline)
-                check_abort()  # a begin forgets that it was aborted before
+                check_abort()  # a begin clears an earlier abort
                 with self._readers.reading(reader, 0):
                     reader.read(0, deadline)
                 failpoints.reached("engine.group")

@@ -239,7 +239,7 @@ class WindowReceiver:
                 reader.prepare([table], layout_digest, deadline)
                 check_abort()
                 reader.begin(placed.stamp, deadline)
-                check_abort()  # a begin forgets that it was aborted before
+                check_abort()  # a begin clears an earlier abort
                 reader.read(0, deadline, digests if transport.traits.digests == "inline" else None)
                 failpoints.reached("engine.group")
                 reader.end(deadline)

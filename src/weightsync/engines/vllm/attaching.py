@@ -22,7 +22,7 @@ __all__ = ["AttachKeywords", "Attached", "attach", "attach_async", "attach_serve
 
 _INIT = "init_weight_transfer_engine"
 _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
-_PATIENCE = 120.0  # seconds until every worker has joined
+_JOIN_SECONDS = 120.0  # seconds until every worker has joined
 
 T = TypeVar("T")
 
@@ -210,12 +210,12 @@ def attach(
         info = _init_info(server.address, replica, coordinator, _with_own_token(coordinator, options))
 
         def leave() -> None:
-            with gate.used(_PATIENCE, even_paused=True):
+            with gate.used(_JOIN_SECONDS, even_paused=True):
                 llm.collective_rpc(_INIT, kwargs=_LEAVE)
 
         owned.callback(leave)
-        with gate.used(_PATIENCE, even_paused=True):
-            llm.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+        with gate.used(_JOIN_SECONDS, even_paused=True):
+            llm.collective_rpc(_INIT, timeout=_JOIN_SECONDS, kwargs={"init_info": info})
         return Attached(gate, owned.pop_all())
 
 
@@ -249,7 +249,7 @@ async def attach_async(
 
     try:
         info = _init_info(server.address, replica, coordinator, _with_own_token(coordinator, options))
-        await engine.collective_rpc(_INIT, timeout=_PATIENCE, kwargs={"init_info": info})
+        await engine.collective_rpc(_INIT, timeout=_JOIN_SECONDS, kwargs={"init_info": info})
     except BaseException:
         await asyncio.to_thread(server.close)
         raise
@@ -261,7 +261,7 @@ def attach_server(
     replica: str | None = None,
     coordinator: str | None = None,
     *,
-    timeout: float = _PATIENCE,
+    timeout: float = _JOIN_SECONDS,
     **options: Unpack[AttachKeywords],
 ) -> None:
     """Join the vLLM server at ``url``, started with ``VLLM_SERVER_DEV_MODE=1`` and the flag of this package's docstring.

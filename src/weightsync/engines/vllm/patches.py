@@ -31,7 +31,7 @@ from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 __all__ = ["add_install_method", "follow_engines"]
 
 _OWN = "_weightsync"
-_PATIENCE = 300.0  # seconds for which a request waits for the end of an update
+_WAIT_SECONDS = 300.0  # seconds for which a request waits for the end of an update
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class _BusyGuard:
         with self._lock:
             if self._held is None:
                 with ExitStack() as held:
-                    held.enter_context(self._attached.in_use(_PATIENCE))
+                    held.enter_context(self._attached.in_use(_WAIT_SECONDS))
                     self._held = held.pop_all()
 
     def end(self) -> None:

@@ -34,7 +34,7 @@ from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors
 
 __all__ = ["PushedUpdates", "is_group"]
 
-_PATIENCE = 300.0  # seconds for a bucket
+_BUCKET_SECONDS = 300.0  # seconds for a bucket
 _JOINING = 60.0
 _MAX_BUCKET = 16 << 30
 
@@ -94,7 +94,7 @@ class PushedUpdates:
         self.begun, self._loaded = True, False
         self._received.clear()
         self._update += 1
-        self._rank.obey(PauseRank("abort", _PATIENCE, self._update))
+        self._rank.obey(PauseRank("abort", _BUCKET_SECONDS, self._update))
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Execute one request.
@@ -116,7 +116,7 @@ class PushedUpdates:
         request = _converted(update_info, UpdateRequest)
         tensors = check_bucket(request, self._rank.manifest, _MAX_BUCKET, "elements")
         flattened = request.load_format == "flattened_bucket"
-        self._rank.obey(Receive(request.group_name, tensors, flattened, request.timeout or _PATIENCE, self._update))
+        self._rank.obey(Receive(request.group_name, tensors, flattened, request.timeout or _BUCKET_SECONDS, self._update))
         self._received.update(tensor.index for tensor in tensors)
 
     def finish(self) -> None:

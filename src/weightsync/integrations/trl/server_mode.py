@@ -105,7 +105,7 @@ class ServerModePublisher:
     def __init__(self, generation: Any, options: JoinOptions, wait_for_replicas: float = 0.0) -> None:  # noqa: ANN401 - TRL's
         for earlier in list(_live):  # a run has one trainer, and TRL does not say when it is done with one
             earlier.close()
-        self._options, self._patience = options, wait_for_replicas
+        self._options, self._wait_seconds = options, wait_for_replicas
         self._asking: object = None
         self._main = bool(generation.accelerator.is_main_process)
         backend = generation._dist
@@ -149,11 +149,11 @@ class ServerModePublisher:
         try:
             return trainer.publish(options.number(trainer), timeout=options.timeout)
         except RoundFailed as error:  # on every rank
-            if not self._patience:
+            if not self._wait_seconds:
                 raise
             if self._main:
-                tell(_log, f"{error}. Waiting up to {self._patience:g} s for {options.replicas} replicas, to publish again")
-            trainer.wait_for_replicas(options.replicas, self._patience)
+                tell(_log, f"{error}. Waiting up to {self._wait_seconds:g} s for {options.replicas} replicas, to publish again")
+            trainer.wait_for_replicas(options.replicas, self._wait_seconds)
             return trainer.publish(timeout=options.timeout)
 
     def close(self) -> None:

@@ -54,12 +54,12 @@ class StoreRendezvous:
                 port,
                 world_size,
                 is_master=True,
-                timeout=_patience(deadline, "opening a rendezvous"),
+                timeout=_timeout(deadline, "opening a rendezvous"),
                 wait_for_workers=False,
                 multi_tenant=port != 0,
             )
             self.port = int(self._store.port)
-            self.client: Any = _c10d.TCPStore(address, self.port, world_size, timeout=_patience(deadline, "opening a rendezvous"))
+            self.client: Any = _c10d.TCPStore(address, self.port, world_size, timeout=_timeout(deadline, "opening a rendezvous"))
             """How rank 0 itself meets the others: as a client, so that closing the store ends its waits too. ``None`` after it."""
         except RuntimeError as error:
             raise TransportUnavailable(f"cannot listen for a process group at {address}:{port}: {_first_line(error)}") from error
@@ -137,7 +137,7 @@ class ProcessGroup:
         finally:
             self._lock.release()
             if self._closed:
-                self._forget()
+                self._release()
 
     def _failure(self, error: Exception, deadline: Deadline) -> WeightSyncError:
         text = _first_line(error)
@@ -162,11 +162,11 @@ class ProcessGroup:
         del process_group
         if self._lock.acquire(blocking=False):  # else its holder does so when the collective ends
             try:
-                self._forget()
+                self._release()
             finally:
                 self._lock.release()
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         self._process_group = None
         self._store = None
 
@@ -215,13 +215,13 @@ def init_custom_process_group(
             if joining is not None:  # a store's client would try again until its timeout, in a thread that nothing can end
                 socket.create_connection((address, port), deadline.remaining(what)).close()
             if rendezvous is None:
-                store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_patience(deadline, what))
-            store.set_timeout(_patience(deadline, what))
+                store = _c10d.TCPStore(address, port, world_size, is_master=False, timeout=_timeout(deadline, what))
+            store.set_timeout(_timeout(deadline, what))
             # Three prefixes: the engines' own, then torch's for the group, then torch's for the device.
             inner = _c10d.PrefixStore(f"{_FIRST_DEVICE[backend]}/", _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, store)))
-            patience = _patience(deadline, what)
+            timeout = _timeout(deadline, what)
             if backend == "gloo":
-                made = _gloo(inner, rank, world_size, patience, interface)
+                made = _gloo(inner, rank, world_size, timeout, interface)
             else:
                 made = _nccl(inner, rank, world_size, device, priority)
         except (RuntimeError, ValueError, OSError) as error:
@@ -289,10 +289,10 @@ def _one_by_one(tensors: Sequence[torch.Tensor]) -> Callable[[Enqueue], None]:
     return work
 
 
-def _broadcast(process_group: Any, tensor: torch.Tensor, patience: timedelta) -> Any:  # noqa: ANN401 - private to torch
+def _broadcast(process_group: Any, tensor: torch.Tensor, timeout: timedelta) -> Any:  # noqa: ANN401 - private to torch
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = _ROOT, 0
-    options.timeout = patience
+    options.timeout = timeout
     return process_group.broadcast([_as_bytes(tensor)], options)
 
 
@@ -300,9 +300,9 @@ def _through_gloo(process_group: Any, tensors: Sequence[torch.Tensor], deadline:
     works: list[Any] = []
     try:
         for tensor in tensors:
-            works.append(_broadcast(process_group, tensor, _patience(deadline, what)))
+            works.append(_broadcast(process_group, tensor, _timeout(deadline, what)))
         while works:
-            works[0].wait(_patience(deadline, what))
+            works[0].wait(_timeout(deadline, what))
             del works[0]
     finally:
         works.clear()  # a work that is kept would keep connections open
@@ -353,13 +353,13 @@ def _through_nccl(
         raise errors.pop()  # one that stays in the list would keep this frame
 
 
-def _gloo(store: Any, rank: int, world_size: int, patience: timedelta, interface: str) -> Any:  # noqa: ANN401 - private to torch
+def _gloo(store: Any, rank: int, world_size: int, timeout: timedelta, interface: str) -> Any:  # noqa: ANN401 - private to torch
     if not interface:
-        return dist.ProcessGroupGloo(store, rank, world_size, patience)
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=interface)]
-    options._timeout, options._threads = patience, 2
+    options._timeout, options._threads = timeout, 2
     return kind(store, rank, world_size, options)
 
 
@@ -378,7 +378,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _patience(deadline: Deadline, what: str) -> timedelta:
+def _timeout(deadline: Deadline, what: str) -> timedelta:
     return timedelta(seconds=max(deadline.remaining(what), 0.001))
 
 

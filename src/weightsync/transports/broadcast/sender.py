@@ -383,7 +383,7 @@ class BroadcastPublisher(ListeningPublisher):
         thread.start()
 
     def _leave(self, member: _Member) -> None:
-        """Forget a reader whose connection ended. Transfers that it is part of end."""
+        """Drop a reader whose connection ended. Transfers that it is part of end."""
         with self._lock:
             self._members.discard(member)
             transfer, member.transfer = member.transfer, None

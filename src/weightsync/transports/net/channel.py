@@ -79,9 +79,9 @@ class Channel:
         self.aborted = False
         self._bounds: dict[int, tuple[Deadline, float]] = {}
         sock.setblocking(True)
-        forks.in_children(self, Channel._forget)
+        forks.in_children(self, Channel._after_fork)
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
         """In a forked child: a peer must learn at once that the process on this end died, whatever children it left."""
         forks.silence(self.socket.fileno())
 

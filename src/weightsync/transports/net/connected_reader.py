@@ -79,7 +79,7 @@ class ConnectedReader(BlockingReader):
                 channel.close()
 
     def _idle(self) -> None:
-        """Forget an abort and whatever is left of an earlier transfer."""
+        """Clear an abort and the rest of an earlier transfer."""
         if self._closed:
             raise PeerLost("this source is closed")
         self._aborted = False

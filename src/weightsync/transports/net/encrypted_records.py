@@ -3,7 +3,7 @@
 A record is its plain length (u32, little-endian), the ciphertext, and a tag of 16 bytes that authenticates both. Each direction of
 each connection has a key of its own, whose nonce counts the records from zero: one that is changed, repeated, left out, moved,
 cut short or sent back to where it came from does not open. After :data:`RECORDS_PER_KEY` records the next key is derived from the
-key and the key is forgotten.
+key and the key is dropped.
 
 TLS does the same with records of 16 KiB, each a call of the operating system and of Python at either end, which took most of the
 time: see ``docs/benchmarks/cpu-transports.md``.

@@ -81,7 +81,7 @@ class Listener:
         sock.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name=f"weightsync-{name}-accept", daemon=True)
         self._thread.start()
-        forks.in_children(self, Listener._forget)
+        forks.in_children(self, Listener._after_fork)
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -210,7 +210,7 @@ class Listener:
                 self._channels.pop(channel, None)
                 channel.close()
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
         """In a forked child: it would keep readers waiting for a trainer that died. Channels do the same for themselves."""
         for sock in (self._socket, self._woken, self._waker):
             forks.silence(sock.fileno())

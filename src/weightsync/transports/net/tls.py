@@ -1,6 +1,6 @@
 """Encrypted data sockets: TLS 1.3 agrees on keys, records of AES-256-GCM carry the rest.
 
-Each publisher makes a certificate when it starts and forgets it when it ends. No authority signs it. The publisher's address holds
+Each publisher makes a certificate when it starts and deletes it when it ends. No authority signs it. The publisher's address holds
 its fingerprint, and readers, who get the address over the control connection, accept no other. Inside TLS the publisher sends two
 keys that it draws for this connection, one per direction, and both ends continue in records
 (:mod:`weightsync.transports.net.encrypted_records`). There readers prove that they know the run's key

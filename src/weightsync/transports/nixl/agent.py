@@ -123,7 +123,7 @@ class Transfer:
         self._seconds = time.monotonic() - began
 
     def release(self) -> None:
-        """Cancel and forget it. Raises :class:`~weightsync.errors.TransportError` if it runs and cannot be cancelled."""
+        """Cancel and drop it. Raises :class:`~weightsync.errors.TransportError` if it runs and cannot be cancelled."""
         try:
             self._handle.release()
             for prepared in self._lists:
@@ -164,9 +164,9 @@ class Agent:
                     raise TransportUnavailable(
                         f"NIXL finds no way to other hosts with the options {dict(options)}: {error}"
                     ) from _without_frames(error)
-        forks.in_children(self, Agent._forget)
+        forks.in_children(self, Agent._after_fork)
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
         """In a forked child: NIXL's threads are the parent's, and destroying its objects would wait for them."""
         forks.keep_for_ever(self.api)
 
@@ -236,7 +236,7 @@ class Agent:
             return name
 
     def remove(self, name: str) -> None:
-        """Forget a peer when this was the last :meth:`remove` of its :meth:`add`."""
+        """Drop a peer when this was the last :meth:`remove` of its :meth:`add`."""
         with self._lock:
             metadata, users = self._remotes[name]
             if users > 1:

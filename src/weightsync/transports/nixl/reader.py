@@ -49,7 +49,7 @@ POSTING_THREADS = 2
 """More gain nothing between two GPUs (docs/benchmarks/gpu-rounds.md)."""
 
 _DESCRIPTION_BYTES = 64 << 20  # a million regions
-_SETTLE_SECONDS = 10.0
+_DRAIN_SECONDS = 10.0
 _STAMP_BYTES = 256  # of a header page: everything that changes
 _PROBES, _PROBE_BYTES, _PROBE_RUN = 32, 4096, 4 << 20
 _LEAST_RUN, _MOST_RUN = 16 << 10, 16 << 20
@@ -75,7 +75,7 @@ class _ReadPlan:
     def _transfers(self) -> Iterator[Transfer]:
         return (transfer for transfer in (*self.groups, *self.frames) if transfer is not None)
 
-    def settle(self, deadline: Deadline) -> None:
+    def drain(self, deadline: Deadline) -> None:
         """Wait for reads that an earlier transfer left running. Raises :class:`~weightsync.errors.DeadlineExceeded`."""
         for transfer in self._transfers():
             if transfer.running:
@@ -92,7 +92,7 @@ class _ReadPlan:
 
         Raises DeadlineExceeded, or TransportError, if a read runs that cannot be cancelled.
         """
-        self.settle(deadline)
+        self.drain(deadline)
         for transfer in self._transfers():
             transfer.release()
         self.groups, self.frames = [], []
@@ -178,9 +178,9 @@ class NixlReader(ConnectedReader):
         return self._frames_asked > self._frames_taken
 
     def _take_ready(self, ready: Ready) -> None:
-        self._forget_plan(Deadline(_SETTLE_SECONDS))  # staging buffers are others now
+        self._drop_plan(Deadline(_DRAIN_SECONDS))  # staging buffers are others now
 
-    def _forget_plan(self, deadline: Deadline) -> None:
+    def _drop_plan(self, deadline: Deadline) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.close(deadline)
@@ -189,7 +189,7 @@ class NixlReader(ConnectedReader):
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
-        self._forget_plan(deadline)
+        self._drop_plan(deadline)
         self._stamp, self._want, self._pieces = None, None, []
         self._idle()
         described = self._describe(self._connected(deadline), deadline)
@@ -267,7 +267,7 @@ class NixlReader(ConnectedReader):
             plan.register(self._memory, plan.staging.span, self._on)
             yield plan, plan.staging.addresses[0]
         finally:
-            plan.close(Deadline(_SETTLE_SECONDS))
+            plan.close(Deadline(_DRAIN_SECONDS))
 
     def _transfer(self, target: Int64, source: Int64, described: MemoryDescription) -> Transfer:
         local = self._memory, target, self._on
@@ -353,12 +353,12 @@ class NixlReader(ConnectedReader):
         self._idle()
         self._frames_asked = self._frames_taken = 0
         if self._plan is not None:
-            self._plan.settle(deadline)
+            self._plan.drain(deadline)
         channel = self._connected(deadline)
         plan = self._planned(deadline)
         stamp = self._read_header(deadline).require(version)
         if self._described is not None and export_count(self._page) != self._described.exports:
-            self._forget_plan(deadline)
+            self._drop_plan(deadline)
             plan = self._planned(deadline)
         if self._memory == "cuda":
             from weightsync.tensors.cuda.waiting import wait_until_idle
@@ -442,4 +442,4 @@ class NixlReader(ConnectedReader):
             if self._header_read is not None:
                 owned.callback(self._header_read.release)
                 self._header_read = None
-            self._forget_plan(Deadline(_SETTLE_SECONDS))
+            self._drop_plan(Deadline(_DRAIN_SECONDS))

@@ -1,4 +1,4 @@
-"""The gate between generation and updates: nobody runs while it is closed, nothing is attested that was not committed."""
+"""The gate between generation and updates: nobody runs while it is closed, nothing is reported that was not committed."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_kept_answer_is_not_kept_for_ever(watched: Watched) -> None:
     assert answer.tokens == greedy(tiny_model(1), PROMPT, len(answer.tokens))
 
 
-def test_the_adapter_attests_nothing_that_was_not_committed(watched: Watched) -> None:
+def test_the_adapter_reports_nothing_that_was_not_committed(watched: Watched) -> None:
     with pytest.raises(ProtocolError):
         watched.adapter.finish(version(2))  # still serving
     watched.adapter.pause("abort", 10)

@@ -1,4 +1,4 @@
-"""Programs for tests in processes of their own that start at once, because a nursery has imported what they need."""
+"""Programs for tests in processes of their own that start at once, because a fork server has imported what they need."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from weightsync.testing.nursery import Nursery
+from weightsync.testing.fork_server import ForkServer
 
-NURSERY = Nursery("tests.integration.external.disaggregated_server", "tests.contract.external.conformance_server")
+FORK_SERVER = ForkServer("tests.integration.external.disaggregated_server", "tests.contract.external.conformance_server")
 
 
 class Child:
@@ -21,7 +21,7 @@ class Child:
         (its_input, self._input), (output, its_output) = os.pipe(), os.pipe()
         self.output = os.fdopen(output)
         try:
-            self.pid = NURSERY.fork(f"{__name__}:run", [its_input, its_output], [module, argument])
+            self.pid = FORK_SERVER.fork(f"{__name__}:run", [its_input, its_output], [module, argument])
         except BaseException:
             os.close(self._input)
             self.output.close()

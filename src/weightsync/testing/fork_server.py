@@ -1,7 +1,7 @@
 """Test processes that start without delay: forked from a process that has already imported their modules, which takes seconds.
 
-``python -m weightsync.testing.nursery FD MODULE...`` imports the modules. A request over ``FD`` holds descriptors and, as JSON, a
-function and its argument. For each request the nursery forks a process that calls the function, and answers with the process id.
+``python -m weightsync.testing.fork_server FD MODULE...`` imports the modules. A request over ``FD`` holds descriptors and, as
+JSON, a function and its argument. For each request it forks a process that calls the function, and answers with the process id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from weightsync.config import worker_environment
 
-__all__ = ["Nursery", "named"]
+__all__ = ["ForkServer", "named"]
 
 _SECONDS = 60.0
 
@@ -31,8 +31,8 @@ def named(where: str) -> Any:  # noqa: ANN401 - any object
     return getattr(import_module(module), name)
 
 
-class Nursery:
-    """Nursery process of this test process. Starts on first use, and ends with this process. Not thread-safe."""
+class ForkServer:
+    """Fork server of this test process. Starts on first use, and ends with this process. Not thread-safe."""
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
@@ -40,14 +40,14 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> socket.socket:
-        """Start the nursery unless it runs, and return the socket to it."""
+        """Start the fork server unless it runs, and return the socket to it."""
         if self._socket is None:
             self._socket, its = socket.socketpair()
             self._socket.settimeout(_SECONDS)
             # Its processes end without a shutdown, so coverage would slow them down and save nothing.
             environment = {name: value for name, value in worker_environment().items() if not name.startswith("COVERAGE_")}
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            command = [sys.executable, "-m", "weightsync.testing.nursery", str(its.fileno()), *self._modules]
+            command = [sys.executable, "-m", "weightsync.testing.fork_server", str(its.fileno()), *self._modules]
             with its:
                 self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
             atexit.register(self.end)
@@ -60,7 +60,7 @@ class Nursery:
         return int(connection.recv(32))
 
     def end(self) -> None:
-        """End the nursery. Forked processes continue. Idempotent."""
+        """End the fork server. Forked processes continue. Idempotent."""
         connection, self._socket = self._socket, None
         if connection is not None and self._process is not None:
             connection.close()
@@ -68,7 +68,7 @@ class Nursery:
 
 
 def _fork_requests(connection: socket.socket) -> tuple[list[int], str, Any] | None:
-    """Fork a process for each request. Returns the request in the child, and ``None`` in the nursery when its parent is gone."""
+    """Fork a process for each request. Returns the request in the child, and ``None`` in the server when its parent is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the children
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 8)

@@ -72,7 +72,7 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] | None = None
 
 
-class _Reported(msgspec.Struct):
+class _ServedVersion(msgspec.Struct):
     token_versions: list[int] | None = None
     tokens: list[int] | None = None
 
@@ -85,7 +85,7 @@ class _Choice(msgspec.Struct):
 
 class _CompletionBody(msgspec.Struct):
     choices: list[_Choice] = []
-    weightsync: _Reported | None = None
+    weightsync: _ServedVersion | None = None
 
 
 class _Token(msgspec.Struct):

@@ -406,13 +406,13 @@ class PublishBarrier:
         if cancelled and self._members.trainers.get(member) is not link:
             self._keep_place(gathering, member, "its connection broke")
             return
-        absent = self._absent(gathering)
-        why = (
-            f"{member} stopped waiting before trainer rank {absent} called publish()"
+        absent, failed = self._absent(gathering), f"{gathering.what} was not published"
+        error = (
+            Aborted(f"{failed}: {member} was interrupted before trainer rank {absent} called publish()")
             if cancelled
-            else f"trainer rank {absent} did not call publish(); every rank must call it"
+            else DeadlineExceeded(f"{failed}: trainer rank {absent} did not call publish(); every rank must call it")
         )
-        self._fail(gathering, DeadlineExceeded(f"{gathering.what} was not published: {why}"))
+        self._fail(gathering, error)
 
     def _keep_place(self, gathering: _Gathering, member: str, reason: str) -> None:
         place = gathering.places[member]

@@ -287,7 +287,7 @@ class Trainer(Closeable):
 
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
         :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, step or pause mode, or ranks whose pause modes differ),
-        :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed before it could publish),
+        :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed or was interrupted before all had called),
         :class:`~weightsync.errors.PeerLost` (another rank is gone),
         :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
         :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
@@ -358,7 +358,8 @@ class Trainer(Closeable):
             ConfigurationError: The trainer publishes a module, ``timeout``, ``step`` or ``pause_mode`` is invalid, ranks' pause
                 modes differ, or the iterator brought no bytes, or what is not a plain tensor.
             ManifestMismatch: The iterator brought a name twice.
-            Aborted: The iterator of another rank raised. What this rank's iterator raises is raised as it is.
+            Aborted: The iterator of another rank raised, or another rank was interrupted before all had called. What this rank's
+                iterator raises is raised as it is.
             RoundFailed: As of :meth:`publish`, or the coordinator was lost meanwhile.
             VersionError: As of :meth:`publish`, like :class:`~weightsync.errors.PeerLost` and
                 :class:`~weightsync.errors.DeadlineExceeded`.

@@ -158,7 +158,7 @@ def test_the_level_is_that_of_weightsync_alone(monkeypatch: pytest.MonkeyPatch, 
     level, root.handlers[:] = root.level, []
     try:
         configure_logs(Level.debug, True)
-        assert logging.getLogger("weightsync.agents").isEnabledFor(logging.DEBUG)
+        assert logging.getLogger("weightsync.trainer").isEnabledFor(logging.DEBUG)
         assert not logging.getLogger("asyncio").isEnabledFor(logging.INFO)
         assert not logging.getLogger("weightsync.websocket").isEnabledFor(logging.DEBUG)
         assert isinstance(root.handlers[0].formatter, JsonFormatter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from weightsync.config import variable
 from weightsync.engines.vllm import BACKEND
@@ -14,12 +15,30 @@ _log = logging.getLogger(__name__)
 
 
 class _ToVLLM(logging.Handler):
-    """Forwards records to vLLM's logger, whose handlers and level are set after plugins are loaded and may change."""
+    """Forwards records to the root logger if the program configured it, and otherwise to vLLM's logger.
+
+    Looks for each record, because vLLM and programs configure their loggers after plugins are loaded.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        theirs = logging.getLogger("vllm")
-        if not logging.getLogger().handlers and theirs.isEnabledFor(record.levelno):  # otherwise the root logger's handlers have it
+        if _root_is_configured():
+            logging.getLogger().callHandlers(record)  # as propagation does
+        elif (theirs := logging.getLogger("vllm")).isEnabledFor(record.levelno):
             theirs.handle(record)
+
+
+def _root_is_configured() -> bool:
+    """Whether the root logger has other handlers than that of ``logging.basicConfig()`` without arguments.
+
+    ``logging.debug()`` and its siblings install that one, and vLLM's CPU build calls them. It is no program's choice.
+    """
+    root = logging.getLogger()
+    return any(
+        root.level != logging.WARNING
+        or getattr(handler, "stream", None) is not sys.stderr
+        or getattr(handler.formatter, "_fmt", None) != logging.BASIC_FORMAT
+        for handler in root.handlers
+    )
 
 
 def log_as_vllm_does() -> None:
@@ -28,9 +47,10 @@ def log_as_vllm_does() -> None:
     Does nothing if logging is already configured for the root logger or for ``weightsync``.
     """
     ours = logging.getLogger("weightsync")
-    if ours.handlers or logging.getLogger().handlers:
+    if ours.handlers or _root_is_configured():
         return
     ours.addHandler(_ToVLLM())
+    ours.propagate = False
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
 

@@ -23,9 +23,9 @@ import typer
 
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.agent_messages import rank_of
 from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
-from weightsync.coordinator.remote_ranks import rank_of
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
 from weightsync.external import commands, requests

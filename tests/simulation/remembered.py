@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import weightsync.coordinator.remote_ranks
+import weightsync.coordinator.agent_messages
 import weightsync.engine.engine_role
 import weightsync.engine.fill.filler
 import weightsync.engine.read_back
@@ -114,7 +114,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (negotiation, "plan_transfer", _remembering(_planned, lambda manifest, *sides, **_: (manifest, *map(_ranks, sides)))),
     (negotiation, "staging_layout", _remembering(staging_layout, lambda *given: given)),
     (weightsync.protocol.dial, "proving_connection", _remembering(proving_connection, lambda *given: given)),
-    (weightsync.coordinator.remote_ranks, "Manifest", _remembering(Manifest, lambda specs: specs)),
+    (weightsync.coordinator.agent_messages, "Manifest", _remembering(Manifest, lambda specs: specs)),
     (weightsync.engine.engine_role, "layout_in_place", _in_place),
     (weightsync.engine.engine_role, "check_writable", lambda *_: None),
     (weightsync.engine.read_back, "layout_in_place", _in_place),

@@ -14,10 +14,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
 
 from weightsync.config import ServerSettings
+from weightsync.coordinator.agent_messages import answer_agent, rank_of
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
-from weightsync.coordinator.remote_ranks import answer_agent, rank_of
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL

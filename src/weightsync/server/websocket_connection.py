@@ -25,7 +25,7 @@ __all__ = ["WebSocketConnection"]
 _log = logging.getLogger(__name__)
 
 # At DEBUG the WebSocket library logs headers and frames: the bearer token, and data keys.
-_wire_log = logging.getLogger("weightsync.server.wire")
+_wire_log = logging.getLogger("weightsync.websocket.server")
 _wire_log.setLevel(logging.ERROR)
 
 # A piece of what a peer sends is parsed in one go, at 10 us for a frame of 6 bytes; pieces grow within a frame that is large.

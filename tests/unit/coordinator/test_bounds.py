@@ -9,7 +9,7 @@ from tests.unit.coordinator.fakes import World
 from tests.virtual_time import virtual
 
 from weightsync.coordinator import past_rounds
-from weightsync.coordinator.remote_ranks import answer_agent
+from weightsync.coordinator.agent_messages import answer_agent
 from weightsync.coordinator.report import round_result
 from weightsync.model import PauseMode, Version
 from weightsync.protocol.messages import CannotPublish, ReplicaResult, Updated

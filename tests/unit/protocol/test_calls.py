@@ -14,9 +14,9 @@ from tests.unit.coordinator.contents import MANIFEST, rows_layout
 from tests.unit.coordinator.fakes import HOST, FakeEngine, World
 from tests.virtual_time import virtual
 
+from weightsync.coordinator.agent_messages import answer_agent, rank_of
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
-from weightsync.coordinator.remote_ranks import answer_agent, rank_of
 from weightsync.errors import (
     ConfigurationError,
     DeadlineExceeded,

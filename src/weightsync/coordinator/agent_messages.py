@@ -1,4 +1,4 @@
-"""Ranks behind a connection: their validated self-descriptions, and calls on them. No answer is trusted without a check."""
+"""Messages from agents: a Hello becomes a validated rank, and a call reaches the coordinator. Nothing is trusted unchecked."""
 
 from __future__ import annotations
 

@@ -215,12 +215,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: Port = DEFAULT_PORT
     """Port on which the coordinator listens; 0 takes a free one."""
     token: Secret | None = None
-    """The token, here and on every agent. By default one is generated, and clients of the same user on the same machine find it."""
+    """The token, here and on every agent. A coordinator on loopback generates one if it is given none, and clients of the same user
+    on the same machine find it."""
     operator_token: Secret | None = None
-    """The operator's token, which ``weightsync revoke`` and ``weightsync round`` need. No worker may have it. By default one is
-    generated on loopback, and the same user finds it; beyond loopback there is none, and these actions are refused."""
+    """The operator's token, which ``weightsync revoke`` and ``weightsync round`` need. No worker may have it. A
+    coordinator on loopback generates one if it is given none, and the same user's commands find it. Beyond loopback these commands
+    are refused without it."""
     metrics_token: Secret | None = None
-    """A token that admits to ``/metrics`` only, for Prometheus. By default one is generated on loopback, as the operator's."""
+    """A token that admits to ``/metrics`` only, for Prometheus. A coordinator on loopback generates one if it is given none."""
     tls_certificate: Path | None = None
     """File with the certificate chain, to serve https."""
     tls_key: Path | None = None
@@ -310,7 +312,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent or the command line finds the coordinator and proves itself."""
 
     coordinator: Address = Address("http", "127.0.0.1", DEFAULT_PORT)
-    """URL of the coordinator."""
+    """URL of the coordinator. The default is for engines, the command line and ``Trainer(start_coordinator=False)``. Without a URL,
+    other trainers start a coordinator."""
     token: Secret | None = None
     """The coordinator's token. By default that of a coordinator of the same user on the same machine."""
     ca_file: Path | None = None

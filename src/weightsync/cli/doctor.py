@@ -8,7 +8,10 @@ import platform
 import resource
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +20,7 @@ from msgspec.structs import replace
 
 from weightsync.config import ClientSettings
 from weightsync.errors import TransportUnavailable
+from weightsync.model import milliseconds
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, ask_coordinator, find_release
@@ -27,6 +31,8 @@ __all__ = ["examine"]
 _GIB = 1 << 30
 _FEW_FILES = 4096
 _LITTLE_SHARED_MEMORY = 1 * _GIB
+_MAPPED_LOOPBACK = "::ffff:127.0.0.1"
+_SLOW_LOOKUP, _LONGEST_LOOKUP = 0.5, 2.0  # seconds
 
 
 def examine(settings: ClientSettings) -> list[Finding]:
@@ -211,6 +217,27 @@ def _bind(name: str, family: socket.AddressFamily, host: str, cost: str) -> Find
     return Finding(name, "ok", f"can listen on {host}")
 
 
+def _reverse_lookup(name: str) -> Finding:
+    """Time the lookup that torch makes for each connection of a process group."""
+    over, started = threading.Event(), time.monotonic()
+
+    def look_up() -> None:
+        with suppress(OSError):
+            socket.getnameinfo((_MAPPED_LOOPBACK, 0), 0)
+        over.set()
+
+    threading.Thread(target=look_up, daemon=True).start()
+    over.wait(_LONGEST_LOOKUP)
+    seconds = time.monotonic() - started
+    if seconds > _SLOW_LOOKUP:
+        return Finding(
+            name, "limited", f"{_MAPPED_LOOPBACK} takes {'' if over.is_set() else 'more than '}{seconds:.1f} s",
+            "torch makes such a lookup for each connection of a process group, so joins over gloo or NCCL wait for it: add "
+            f"`{_MAPPED_LOOPBACK} localhost` to /etc/hosts, and such a line for each host of the run, or use a faster DNS resolver",
+        )  # fmt: skip
+    return Finding(name, "ok", f"{_MAPPED_LOOPBACK} takes {milliseconds(seconds)}")
+
+
 def _package(name: str, cost: str) -> Finding:
     try:
         return Finding(name, "ok", version(name))
@@ -256,6 +283,7 @@ _CHECKS: dict[str, Callable[[str], Finding]] = {
     "loopback": partial(
         _bind, family=socket.AF_INET, host="127.0.0.1", cost="the coordinator cannot listen, so nothing works on this machine alone"
     ),
+    "reverse lookup": _reverse_lookup,
     "ipv6": partial(_bind, family=socket.AF_INET6, host="::1", cost="coordinator and ranks need IPv4 addresses"),
     "numba": partial(_package, cost="digests and copies on the CPU cannot be compiled: pip install numba"),
     "ray": partial(_package, cost="needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),

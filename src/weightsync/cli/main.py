@@ -21,6 +21,8 @@ from weightsync.cli.options import (
     Json,
     OperatorTokenFile,
     Pausing,
+    ServedOperatorTokenFile,
+    ServedTokenFile,
     TokenFile,
     client_settings,
     operator_in,
@@ -82,14 +84,14 @@ def serve(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 selects a free one [env: WEIGHTSYNC_PORT; default 7400]."),
+        typer.Option(metavar="PORT", help="Port; 0 selects a free one [env: WEIGHTSYNC_PORT; default 7400]."),
     ] = None,
     run: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Id of the run, part of every version's label [env: WEIGHTSYNC_RUN; default: a new one]."),
     ] = None,
-    token_file: TokenFile = None,
-    operator_token_file: OperatorTokenFile = None,
+    token_file: ServedTokenFile = None,
+    operator_token_file: ServedOperatorTokenFile = None,
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
@@ -105,7 +107,8 @@ def serve(
         Pausing | None,
         typer.Option(
             metavar="MODE",
-            help="Requests, unless the trainer decides: `abort`, `wait`, `keep` [env: WEIGHTSYNC_PAUSE_MODE; default abort].",
+            help="What an update does to running requests, unless the trainer decides: `abort`, `wait` or `keep` them "
+            "[env: WEIGHTSYNC_PAUSE_MODE; default abort].",
         ),
     ] = None,
     round_deadline: Annotated[
@@ -126,7 +129,6 @@ def serve(
     max_unavailable: Annotated[
         int | None,
         typer.Option(
-            min=1,
             metavar="COUNT",
             help="Replicas that may be out of service at the same time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
         ),
@@ -197,7 +199,7 @@ def run_round(
         list[str] | None, typer.Argument(help="Names of the replicas; by default every replica that is not up to date.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Time limit of the round in seconds; default: the coordinator's.")
+        float | None, typer.Option(metavar="SECONDS", help="Time limit of the round in seconds; default: the coordinator's.")
     ] = None,
     coordinator: Coordinator = None,
     operator_token_file: OperatorTokenFile = None,
@@ -215,6 +217,8 @@ def run_round(
     """
     from weightsync.cli.status import seed
 
+    if timeout is not None and not timeout > 0:
+        raise typer.BadParameter("--timeout must be more than 0 seconds")
     settings = client_settings(coordinator, None, ca_file)
     if not seed(settings, operator_in(operator_token_file, settings), tuple(replica or ()), timeout, as_json=json):
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,8 @@ __all__ = [
     "JsonLast",
     "OperatorTokenFile",
     "Pausing",
+    "ServedOperatorTokenFile",
+    "ServedTokenFile",
     "TokenFile",
     "client_settings",
     "operator_in",
@@ -47,24 +49,32 @@ CaFile = Annotated[
     Path | None,
     typer.Option("--ca-file", metavar="PATH", help="CA certificates for an https coordinator [env: WEIGHTSYNC_CA_FILE]."),
 ]
-TokenFile = Annotated[
+
+
+def _token_file(option: str, what: str, variable: str, without: str) -> Any:  # noqa: ANN401 - as typer.Option
+    text = f"File with {what} [env: {variable}_FILE, or the token itself in {variable}]. {without}"
+    return typer.Option(option, metavar="PATH", help=text)
+
+
+_OF_TOKEN = ("--token-file", "the token", "WEIGHTSYNC_TOKEN")
+_OF_OPERATOR = ("--operator-token-file", "the operator's token", "WEIGHTSYNC_OPERATOR_TOKEN")
+_NOT_NEEDED = "Not needed for your own coordinator on this machine."
+TokenFile = Annotated[Path | None, _token_file(*_OF_TOKEN, _NOT_NEEDED)]
+OperatorTokenFile = Annotated[Path | None, _token_file(*_OF_OPERATOR, _NOT_NEEDED)]
+ServedTokenFile = Annotated[
     Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="PATH",
-        help="File with the token [env: WEIGHTSYNC_TOKEN_FILE, or the token itself in WEIGHTSYNC_TOKEN]. "
-        "Not needed for your own coordinator on this machine.",
+    _token_file(
+        *_OF_TOKEN, "Every trainer, engine and command needs this token. Without it, a coordinator on loopback generates one, "
+        "which your other processes on this machine find.",
     ),
-]
-OperatorTokenFile = Annotated[
+]  # fmt: skip
+ServedOperatorTokenFile = Annotated[
     Path | None,
-    typer.Option(
-        "--operator-token-file",
-        metavar="PATH",
-        help="File with the operator's token [env: WEIGHTSYNC_OPERATOR_TOKEN_FILE, or the token itself in "
-        "WEIGHTSYNC_OPERATOR_TOKEN]. Not needed for your own coordinator on this machine.",
+    _token_file(
+        *_OF_OPERATOR, "`weightsync round` and `weightsync revoke` need it. Without it, a coordinator on loopback generates one; "
+        "beyond loopback both commands are refused.",
     ),
-]
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 JsonLast = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import readable
-from weightsync.model import FIRST_EPOCH
+from weightsync.model import FIRST_EPOCH, milliseconds
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.round_log import size
 from weightsync.server.findings import Finding
@@ -51,7 +51,6 @@ _OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "vers
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
 _HALF_A_DAY = 43200.0
-_WHOLE_MILLISECONDS = 10
 
 
 def show(value: T, view: Callable[[T], RenderableType], *, as_json: bool) -> None:
@@ -170,11 +169,6 @@ def age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _milliseconds(seconds: float) -> str:
-    value = 1000 * seconds
-    return f"{value:.1f} ms" if value < _WHOLE_MILLISECONDS else f"{value:.0f} ms"
-
-
 def _clock(when: float, now: float) -> str:
     """Local time of day, with the date in front if ``when`` is more than half a day from ``now``."""
     return time.strftime("%H:%M:%S" if abs(now - when) < _HALF_A_DAY else "%m-%d %H:%M", time.localtime(when))
@@ -197,7 +191,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
         (
             _clock(result.ended, status.now), result.round, _number(result.version.number, result.version.epoch),
             size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
-            _milliseconds(result.longest_pause),
+            milliseconds(result.longest_pause),
             _colored("ok" if result.ok else "failed"),
         )
         for result in rounds
@@ -236,11 +230,11 @@ def _cells(record: RoundRecord, now: float, several: bool) -> dict[str, Text]:
         "bytes": plain_text(size(record.nbytes)),
         "seconds": plain_text(f"{record.seconds:.3f}"),
         "GB/s": plain_text(f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""),
-        "pause": plain_text(_milliseconds(record.pause_seconds)),
+        "pause": plain_text(milliseconds(record.pause_seconds)),
         "replicas": plain_text(f"{record.updated}/{record.replicas}"),
         "outcome": _colored("ok" if record.ok else "interrupted" if record.interrupted else "failed")
         + plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
-        "slowest": plain_text("" if slowest is None else f"{slowest.phase} {_milliseconds(slowest.seconds)}"),
+        "slowest": plain_text("" if slowest is None else f"{slowest.phase} {milliseconds(slowest.seconds)}"),
         "at rank": plain_text("" if slowest is None else slowest.rank),
         "by transport": plain_text(", ".join(f"{name} {size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
     }
@@ -334,7 +328,7 @@ def _event_line(event: Event) -> str:
         case Left():
             return f"{event.member} left: {event.reason}"
         case RoundStarted():
-            what = "re-seeding" if event.seeding else "publishing"
+            what = "seeding" if event.seeding else "publishing"
             version, whom = _number(event.number, event.epoch), ", ".join(event.replicas) or "no replica"
             return f"round {event.round}: {what} version {version} to {whom}"
         case ReplicaPhase():

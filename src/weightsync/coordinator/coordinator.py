@@ -417,7 +417,7 @@ class Coordinator:
     async def _seed(self, names: Sequence[str], deadline: RoundDeadline) -> RoundResult:
         async with self._serialize(deadline) as queued:
             if self._pending_publications:
-                raise Aborted("a publication took precedence over re-seeding")
+                raise Aborted("a publication took precedence over seeding")
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
@@ -429,7 +429,7 @@ class Coordinator:
                 me = asyncio.current_task()
                 if me is not None and me.cancelling():
                     raise
-                raise Aborted("a publication took precedence over re-seeding") from None
+                raise Aborted("a publication took precedence over seeding") from None
             finally:
                 self._seeding = None
 

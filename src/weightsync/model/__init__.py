@@ -6,7 +6,7 @@ from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
 from weightsync.model.pause import PauseMode
 from weightsync.model.result import GUARANTEES, ReplicaResult, RoundResult
-from weightsync.model.trace import RoundTrace, SlowestSpan, Track
+from weightsync.model.trace import RoundTrace, SlowestSpan, Track, milliseconds
 from weightsync.model.version import FIRST_EPOCH, Version, fold, label_of, parse_label
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "fold",
     "itemsize",
     "label_of",
+    "milliseconds",
     "parse_label",
 ]

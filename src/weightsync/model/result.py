@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weightsync.model.trace import SlowestSpan
+from weightsync.model.trace import SlowestSpan, milliseconds
 from weightsync.model.version import Version
 from weightsync.spans import Clock, Seconds
 
@@ -128,7 +128,7 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (
                 f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
                 f"{len(self.replicas)} replicas, {_size(self.nbytes)} in {self.seconds:.3f} s{rate}, "
-                f"longest pause {self.longest_pause:.3f} s{f', slowest: {self.slowest}' if self.slowest else ''}",
+                f"longest pause {milliseconds(self.longest_pause)}{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",
                 f"  not updated: {'; '.join(failed) or 'none'}",
             )

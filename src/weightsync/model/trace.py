@@ -8,7 +8,14 @@ import msgspec
 
 from weightsync.spans import Seconds, Span
 
-__all__ = ["RoundTrace", "SlowestSpan", "Track"]
+__all__ = ["RoundTrace", "SlowestSpan", "Track", "milliseconds"]
+
+_WHOLE_MILLISECONDS = 0.01  # from here on without decimals
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a duration for display: ``0.4 ms``, ``12345 ms``."""
+    return f"{1000 * seconds:.{1 if seconds < _WHOLE_MILLISECONDS else 0}f} ms"
 
 
 class SlowestSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,7 +29,7 @@ class SlowestSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The trainer rank that it waited for, or the replica that the coordinator worked for."""
 
     def __str__(self) -> str:
-        return f"{self.phase} at {self.rank}{f' of {self.source}' if self.source else ''}, {self.seconds:.3f} s"
+        return f"{self.phase} at {self.rank}{f' of {self.source}' if self.source else ''}, {milliseconds(self.seconds)}"
 
 
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

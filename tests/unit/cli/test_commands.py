@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -90,6 +91,21 @@ def test_help_shows_flags_as_flags_and_no_two_empty_lines(command: str | None, m
     assert re.search(r"--help +-h +Show this message", shown)
     assert not re.search(r"\n *\n *\n", shown)
     assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_cuts_no_word_of_an_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "\u2026" not in run(command, "--help").output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--port", "65536"), ("serve", "--max-unavailable", "0"), ("round", "--timeout", "-1")]
+)
+def test_numbers_out_of_range_are_refused(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.exit_code == EXIT_CONFIGURATION
+    assert arguments[1].strip("-").replace("-", "_") in done.stderr.lower()
 
 
 def test_no_command_takes_a_token_as_an_argument() -> None:
@@ -295,10 +311,24 @@ def test_doctor_looks_at_everything_and_says_what_it_costs() -> None:
     found = checks("--coordinator", "http://127.0.0.1:1")
     wanted = {
         "python", "torch", "cpu cores", "memory", "memfd", "shared memory", "gpus", "peer access", "nccl", "nixl", "open files",
-        "loopback", "ipv6", "numba", "ray", "vllm", "coordinator", "data interface",
+        "loopback", "reverse lookup", "ipv6", "numba", "ray", "vllm", "coordinator", "data interface",
     }  # fmt: skip
     assert set(found) == wanted
     assert all(check["cost"] for check in found.values() if check["status"] != "ok")
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.0, "ok"), (0.6, "limited"), (30.0, "limited")])
+def test_doctor_measures_a_slow_reverse_lookup(seconds: float, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's store asks for names of IPv4 addresses in this form, so joins took as long as a resolver that does not answer."""
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: end.wait(seconds))
+    monkeypatch.setattr(doctor, "_LONGEST_LOOKUP", 1.0)
+    found = doctor._CHECKS["reverse lookup"]("reverse lookup")
+    end.set()
+    assert found.status == status
+    assert "::ffff:127.0.0.1" in found.value
+    assert ("/etc/hosts" in found.cost) == (status != "ok")
+    assert ("more than" in found.value) == (seconds > 1)
 
 
 def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServer, tmp_path: Path) -> None:

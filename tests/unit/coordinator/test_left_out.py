@@ -240,7 +240,7 @@ def test_a_result_reads_as_three_lines() -> None:
     version = Version("run", 7, MANIFEST.fingerprint, "d")
     result = RoundResult(3, version, True, 30_000_000, 0.25, {}, replicas)
     first, second, third = str(result).splitlines()
-    assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s (0.12 GB/s), longest pause 0.000 s"
+    assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s (0.12 GB/s), longest pause 0.0 ms"
     assert ": ok, 2 of 3 replicas, 2,720 bytes in 0.250 s, longest" in str(msgspec.structs.replace(result, nbytes=2720))
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second

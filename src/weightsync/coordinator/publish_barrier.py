@@ -35,6 +35,7 @@ _Position = tuple[bool, int, int]
 """Of a publication without a number: whether it has a step, the step, the count. Ordered where the first is equal."""
 
 _LAST_NUMBER = (1 << 63) - 1
+_MOST_CLAIMED_COUNT = 1 << 47
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class _Arrival:
     asked: Publish
     position: _Position | None = None
     """``None`` if it has a number, or counts nothing."""
+    counted: _Position | None = None
+    """The same, also if it has a number."""
     away: asyncio.TimerHandle | None = None
     """Timer that runs while the rank's connection is broken. When it fires, the other ranks stop waiting."""
 
@@ -165,9 +168,11 @@ class PublishBarrier:
             present = {*self._members.trainers, *waiting} - {link.member}
             others = {member: self._counting[member] for member in present if member in self._counting}
             counting = {member for member, place in waiting.items() if place.asked.step is None}
-            starts = [other.start for other in others.values() if not other.took_part]
+            # An earlier process of this rank may have begun calls since they started: then they have gone on without it.
+            since = 0 if mine is None or mine.took_part else mine.count
+            starts = [other.start for other in others.values() if not other.took_part and other.start >= since]
             starts = starts or [other.count - (member in counting) for member, other in others.items()]
-            start = hello.count or max(starts, default=0)
+            start = hello.count or min(max(starts, default=0), _MOST_CLAIMED_COUNT)
             mine = self._counting[link.member] = _Counting(hello.session, start, start, hello.count > 0, hello.epoch > 0)
         link.count = mine.start
 
@@ -176,8 +181,9 @@ class PublishBarrier:
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot publish")
-        position = self._position(member, asked.number, asked.step, asked.count)
-        place = _Arrival(link, deadline, asked, position)
+        counted = self._counted(member, asked.step, asked.count)
+        position = counted if asked.number is None else None
+        place = _Arrival(link, deadline, asked, position, counted)
         number = asked.placed if asked.placed >= 0 else asked.number
         gathering = self._asked_before(link, asked.call)
         if gathering is None:
@@ -202,7 +208,8 @@ class PublishBarrier:
         link = self._members.trainers.get(member)
         if link is None:
             return
-        gathering, position = self._gathering, self._position(member, number, step, count)
+        gathering, counted = self._gathering, self._counted(member, step, count)
+        position = counted if number is None else None
         earlier = _compare(position, None if gathering is None else gathering.position)
         if gathering is not None and earlier < 0:
             return  # the others are further, and learn from that that this rank missed one
@@ -246,24 +253,24 @@ class PublishBarrier:
                 return gathering
         return None
 
-    def _position(self, member: str, number: int | None, step: int | None, count: int) -> _Position | None:
-        """Which publication without a number ``member`` asks for, or fails in."""
+    def _counted(self, member: str, step: int | None, count: int) -> _Position | None:
+        """Which publication ``member`` asks for, or fails in, by its count."""
         if step is None:
             self._counting[member].count = count
-        if number is not None or not count:
-            return None
-        return step is not None, step or 0, count
+        return (step is not None, step or 0, count) if count else None
 
     def _tell_failure(self, member: str, number: int | None, position: _Position | None) -> None:
         failed, gathering = self._failed, self._gathering
-        if failed is None or (gathering is not None and number is not None and gathering.number == number):
-            return  # it names the version of those that try again, and joins them
+        mine = position if number is None else number
+        if failed is None or (gathering is not None and mine is not None and mine in (gathering.number, gathering.position)):
+            return  # it names the publication of those that try again, and joins them
         owed = failed.owed.pop(member, None) == self._members.trainers[member].rank.hello.session and failed.same(number)
         if position is not None and failed.position is not None and position[0] == failed.position[0]:
-            trainers = self._members.trainers.items()
-            owed = position <= failed.position and any(
-                failed.reached.get(other) == link.rank.hello.session for other, link in trainers if other != member
-            )
+            sessions = {other: link.rank.hello.session for other, link in self._members.trainers.items()}
+            reached = {other for other, session in failed.reached.items() if sessions.get(other) == session}
+            owed = position <= failed.position and bool(reached) and member not in reached
+            if position == failed.position:  # steps may repeat, and it hears of this failure once
+                failed.reached[member] = sessions[member]
         if owed:
             failed.result.result()
 
@@ -322,12 +329,13 @@ class PublishBarrier:
         if held is not None and mine and held.asked.call != place.asked.call and (number is None or number != gathering.number):
             self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} was interrupted, and publishes again"))
             return None
-        order = _compare(place.position, gathering.position)
+        placed = [other for rank, other in gathering.places.items() if rank != member]
+        order, theirs = next(((order, other.counted) for other in placed if (order := _order(place, other))), (0, None))
         if not order:
             return gathering
         others = ", ".join(rank for rank in gathering.places if rank != member)
         differ = VersionError(
-            f"trainer ranks differ: {member} is at {_described(place.position)}, {others} at {_described(gathering.position)} "
+            f"trainer ranks differ: {member} is at {_described(place.counted)}, {others} at {_described(theirs)} "
             "(calls that failed count). The earlier one is not published; its ranks are in step again with their next call"
         )
         if order < 0:
@@ -372,6 +380,8 @@ class PublishBarrier:
             self._fail(gathering, error)
             return
         self._running = gathering
+        if self._failed is not None:  # every rank has asked since, so none is left to hear of it
+            self._failed.reached.clear()
         for member in gathering.places:
             self._counting[member].took_part = True
         limit = min((place.deadline for place in gathering.places.values()), key=lambda limit: limit.at)
@@ -442,6 +452,11 @@ def _compare(mine: _Position | None, theirs: _Position | None) -> int:
     return (mine > theirs) - (mine < theirs)
 
 
+def _order(mine: _Arrival, theirs: _Arrival) -> int:
+    """As :func:`_compare`. Ranks that both have a number are not compared: that says what belongs together."""
+    return _compare(mine.counted, theirs.counted) if mine.asked.number is None or theirs.asked.number is None else 0
+
+
 def _described(position: _Position | None) -> str:
     if position is None or not position[0]:
         return "an unknown publication" if position is None else f"publication {position[2]}"
@@ -450,7 +465,7 @@ def _described(position: _Position | None) -> str:
 
 def _steps_differ(mine: _Arrival, theirs: _Arrival) -> bool:
     if mine.asked.step is None or theirs.asked.step is None:
-        return mine.asked.step != theirs.asked.step and mine.position is not None and theirs.position is not None
+        return mine.asked.step != theirs.asked.step and (mine.position is not None or theirs.position is not None)
     return mine.asked.step != theirs.asked.step
 
 

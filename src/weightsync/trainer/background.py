@@ -42,6 +42,10 @@ class Background:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             thread = threading.Thread(target=work, name=self._name)
-            thread.start()
-            thread.join(_LONGEST_SECONDS)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started now
+                work()
+            else:
+                thread.join(_LONGEST_SECONDS)
             del work, thread  # an idle thread must not keep the last publication's data alive

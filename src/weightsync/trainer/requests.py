@@ -37,14 +37,14 @@ class PublishRequests:
             VersionError: ``number`` is no version number.
             ConfigurationError: ``step`` is no integer of 64 bits, or ``mode`` is unknown.
         """
-        number = None if number is None else _version_number(number)
-        step = None if step is None else _step_count(step)
         if step is None:
             count = self.count = self.count + 1
         else:
+            step = _step_count(step)
             last, times = self._of_step
             self._of_step = step, times + 1 if step == last else 1
             count = self._of_step[1]
+        number = None if number is None else _version_number(number)
         return Publish(number, 0, step, known_mode(mode) or self._mode, count=count)
 
 

@@ -6,12 +6,16 @@ import asyncio
 import itertools
 
 import pytest
-from tests.unit.coordinator.fakes import World, world_of
+from msgspec import structs
+from tests.unit.coordinator.contents import MANIFEST
+from tests.unit.coordinator.fakes import TrainerProcess, World, world_of
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.publish_barrier import RETURN_SECONDS
+from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import Aborted, DeadlineExceeded, VersionError, WeightSyncError
-from weightsync.protocol.messages import Publish, RoundResult
+from weightsync.protocol.messages import Call, Publish, RoundResult, decode, encode
+from weightsync.trainer.requests import PublishRequests
 
 Asked = asyncio.Task[RoundResult]
 _calls = itertools.count(1)
@@ -190,3 +194,91 @@ async def test_a_rank_that_starts_late_does_not_join_a_later_publication() -> No
 async def test_a_number_that_was_placed_here_and_not_served_is_used_again() -> None:
     world = world_of(2, r=1)
     assert await number_of(ask(world, 0, 1, above=6), ask(world, 1, 1, above=5)) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@virtual
+async def test_a_failure_is_not_raised_again_when_steps_repeat(ranks: int) -> None:
+    world = world_of(ranks, r=1)
+    early = [ask(world, rank, 1, step=3) for rank in range(ranks - 1)]
+    for outcome in await asyncio.gather(*early, return_exceptions=True):
+        assert isinstance(outcome, DeadlineExceeded)
+    with pytest.raises(DeadlineExceeded):
+        await ask(world, ranks - 1, 1, step=3)
+    for number, step in enumerate((0, 1, 2, 3, 0, 3)):
+        assert await number_of(*(ask(world, rank, 1, step=step) for rank in range(ranks))) == number
+
+
+@virtual
+async def test_a_failure_is_not_raised_again_after_a_publication() -> None:
+    world = world_of(2, r=1)
+    with pytest.raises(DeadlineExceeded):
+        await ask(world, 0, 1, step=3)
+    assert await number_of(*(ask(world, rank, 1, step=4) for rank in (0, 1))) == 0
+    assert await number_of(*(ask(world, rank, 1, step=2) for rank in (0, 1))) == 1
+
+
+@virtual
+async def test_a_rank_with_a_number_does_not_join_an_earlier_publication() -> None:
+    world = world_of(2, r=1)
+    assert await number_of(ask(world, 0, 1, number=4), ask(world, 1, 1)) == 4
+    waits = ask(world, 1, 2)
+    await asyncio.sleep(1)
+    ahead = ask(world, 0, 3, number=6)
+    with pytest.raises(VersionError, match="trainer/0 is at publication 3, trainer/1 at publication 2"):
+        await waits
+    assert await number_of(ahead, ask(world, 1, 3)) == 6
+    waits = ask(world, 0, 5, number=8)
+    await asyncio.sleep(1)
+    with pytest.raises(VersionError, match="trainer/1 is at publication 4, trainer/0 at publication 5"):
+        await ask(world, 1, 4)
+    assert await number_of(waits, ask(world, 1, 5)) == 8
+
+
+@virtual
+async def test_a_number_without_a_step_is_not_a_step_without_a_number() -> None:
+    world = world_of(2, r=1)
+    asked = ask(world, 0, 1, number=4), ask(world, 1, 1, step=7)
+    for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(outcome, VersionError)
+        assert "give every rank the same step" in str(outcome)
+
+
+@virtual
+async def test_a_rank_that_starts_again_and_again_joins_the_others() -> None:
+    """Although another rank that started alone has published nothing yet."""
+    world = world_of(4, r=1)
+    await number_of(*(ask(world, rank, 1) for rank in range(4)))
+    for rank in (2, 3):
+        world.coordinator.leave(world.trainers.pop(f"trainer/{rank}").node, clean=True)
+    world.add_trainer(2, 4)
+    start = world.coordinator.link_of("trainer/2").count
+    for outcome in await asyncio.gather(*(ask(world, rank, start + 1) for rank in range(3)), return_exceptions=True):
+        assert isinstance(outcome, DeadlineExceeded)
+    waits = [ask(world, rank, start + 2) for rank in range(3)]
+    await asyncio.sleep(1)
+    world.add_trainer(3, 4)
+    with pytest.raises(WeightSyncError):  # with which its program ends
+        await ask(world, 3, world.coordinator.link_of("trainer/3").count + 1)
+    world.coordinator.leave(world.trainers.pop("trainer/3").node, clean=True)
+    world.add_trainer(3, 4)
+    assert await number_of(*waits, ask(world, 3, world.coordinator.link_of("trainer/3").count + 1)) == 1
+
+
+@virtual
+async def test_the_largest_count_that_a_rank_claims_leaves_room_for_others() -> None:
+    world = World()
+    thief = TrainerProcess(world, 1, 2, MANIFEST, "thief", -1)
+    honest = thief.make
+
+    def claim() -> TrainerRank:
+        rank = honest()
+        return TrainerRank(structs.replace(rank.hello, count=(1 << 48) - 1), rank.manifest, rank.layout)
+
+    thief.make = claim
+    thief.connect()
+    world.add_trainer(0, 2)
+    requests = PublishRequests(None)
+    requests.start_after(world.coordinator.link_of("trainer/0").count)
+    call = Call(1, 1.0, requests.make(None, None, None))
+    assert decode(encode(call)) == call

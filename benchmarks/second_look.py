@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +36,11 @@ def transformers_model() -> nn.Module:
     """A small Qwen3 with experts: Transformers keeps all experts of a layer in two parameters, its checkpoint in 384 tensors."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    sizes = {"hidden_size": 16, "moe_intermediate_size": 4, "intermediate_size": 8, "head_dim": 4, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(num_hidden_layers=LAYERS, num_experts=EXPERTS, **sizes, **heads))
+    sizes: dict[str, Any] = {"hidden_size": 16, "moe_intermediate_size": 4, "intermediate_size": 8, "head_dim": 4, "vocab_size": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3MoeConfig(num_hidden_layers=LAYERS, num_experts=EXPERTS, **sizes, **heads)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
 
 
 def milliseconds(work: Callable[[], object]) -> list[float]:

@@ -20,7 +20,8 @@ class Case:
     With ``cp``, ranks are in context-parallel groups; attention that computes so is TransformerEngine's, and has no weights.
     ``mtp`` is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the
     others. With ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises
-    for each of them is told. With ``fsdp``, Transformers' own module is sharded by Megatron-FSDP instead.
+    for each of them is told. With ``fsdp``, Transformers' own module is sharded by Megatron-FSDP instead. With ``bridge``, hf_state
+    is given that bridge; with ``exported``, the wanted tensors are what Megatron-Bridge itself gathers.
     """
 
     family: str
@@ -40,6 +41,8 @@ class Case:
     stacked: bool = True
     contradictions: list[dict[str, Any]] = field(default_factory=list)
     fsdp: bool = False
+    bridge: str = ""
+    exported: bool = False
 
     def __hash__(self) -> int:
         """By its name."""
@@ -61,6 +64,7 @@ class Case:
         sizes = {name: getattr(self, name) for name in names} | {"mtp": 2 * self.mtp}
         mesh = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         mesh = f"fsdp-{mesh}" if self.fsdp else mesh
+        mesh = f"{self.bridge}-{mesh}" if self.bridge else mesh
         uneven = [] if self.first_stage is None else [f"first{self.first_stage}"]
         return "-".join([self.family, mesh or "one", *uneven, *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")
 
@@ -89,6 +93,22 @@ def hf_config(family: str, changes: dict[str, Any]) -> Any:
             transformers.Qwen3MoeConfig,
             {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
         ),
+        "glm4_moe": (
+            transformers.Glm4MoeConfig,
+            {
+                "head_dim": 16,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 48,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "attention_bias": True,
+                "partial_rotary_factor": 0.5,
+                "use_qk_norm": True,
+            },
+        ),
         "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
         "deepseek_v3": (
             transformers.DeepseekV3Config,
@@ -115,7 +135,7 @@ def hf_config(family: str, changes: dict[str, Any]) -> Any:
 
 def expert_count(hf: Any) -> int:
     """Experts of a layer, 0 without any."""
-    return int({"qwen3_moe": 8, "mixtral": 4, "deepseek_v3": 8}.get(hf.model_type, 0))
+    return int({"qwen3_moe": 8, "mixtral": 4, "deepseek_v3": 8, "glm4_moe": 8}.get(hf.model_type, 0))
 
 
 def fsdp_values(name: str, version: int, shape: tuple[int, ...]) -> Any:

@@ -94,7 +94,7 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         normalization="RMSNorm",
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe", "deepseek_v3"),
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=case.tp,
@@ -114,12 +114,16 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
         moe_token_dispatcher_type="allgather",
         moe_layer_freq=[int(number >= _dense_layers(hf)) for number in range(hf.num_hidden_layers)],
     )
-    if hf.model_type != "deepseek_v3":
+    if hf.model_type not in ("deepseek_v3", "glm4_moe"):
         return TransformerConfig(**given)
     given |= dict(
         moe_shared_expert_intermediate_size=hf.moe_intermediate_size * hf.n_shared_experts,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
+    )
+    if hf.model_type == "glm4_moe":
+        return TransformerConfig(**given)
+    given |= dict(
         q_lora_rank=hf.q_lora_rank,
         kv_lora_rank=hf.kv_lora_rank,
         qk_head_dim=hf.qk_nope_head_dim,
@@ -132,7 +136,7 @@ def _config(hf: Any, case: Case) -> TransformerConfig:
 
 
 def _dense_layers(hf: Any) -> int:
-    return {"qwen3_moe": 1, "deepseek_v3": 1}.get(hf.model_type, 0)
+    return len(getattr(hf, "mlp_only_layers", None) or ()) or int(getattr(hf, "first_k_dense_replace", 0))
 
 
 def _spec(hf: Any, config: TransformerConfig, stage: int | None) -> Any:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,12 +23,14 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
 from safetensors.torch import save_file
-from tests.integration.megatron.megatron_cases import VOCABULARY, Case, hf_config
+from tests.integration.megatron.megatron_cases import PADDED, VOCABULARY, Case, hf_config
 from tests.integration.megatron.megatron_fsdp import change, sharded
 from tests.integration.megatron.megatron_models import build, fill, initialize, wrapped
+from tests.integration.megatron.optional_packages import stand_in
 
 import weightsync
 from weightsync.integrations.megatron import hf_state
+from weightsync.integrations.megatron.converters import Alone
 
 COLLECTIVES = [
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
@@ -38,13 +43,14 @@ COLLECTIVES = [
 def no_collectives() -> Iterator[None]:
     """Fail on every call of torch.distributed that talks to other ranks."""
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a collective was called")
+    def refuse(function: Any, *given: Any, **named: Any) -> Any:
+        assert isinstance(named.get("group"), Alone), "a collective was called"
+        return function(*given, **named)
 
     saved = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name in COLLECTIVES:
-        setattr(dist, name, refuse)
-        setattr(dist.distributed_c10d, name, refuse)
+    for name, function in saved.items():
+        setattr(dist, name, partial(refuse, function))
+        setattr(dist.distributed_c10d, name, partial(refuse, function))
     try:
         yield
     finally:
@@ -96,6 +102,69 @@ def forward(chunk: torch.nn.Module, folder: Path, version: int) -> None:
         save_file({"ids": ids, "logits": logits[..., :VOCABULARY].contiguous()}, folder / f"{version}-logits.safetensors")
 
 
+def bridge_of(case: Case) -> Any:
+    """What the framework converts with."""
+    config = hf_config(case.family, case.changes)
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    if case.bridge == "megatron_bridge":
+        from megatron.bridge import AutoBridge
+
+        return AutoBridge.from_hf_config(config)
+    if case.bridge == "mbridge":
+        from mbridge import AutoBridge as Bridges  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        bridge = Bridges.from_config(config, make_vocab_size_divisible_by=1)
+        bridge.vocab_size, bridge.padded_vocab_size = VOCABULARY, PADDED
+        return bridge
+    return partial(converted, config) if case.bridge == "function" else None
+
+
+def converted(config: Any, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Convert a whole parameter of Llama, in the form that the converters of several frameworks have."""
+    outside = {
+        "embedding.word_embeddings.weight": "model.embed_tokens", "output_layer.weight": "lm_head",
+        "decoder.final_layernorm.weight": "model.norm",
+    }  # fmt: skip
+    if name in outside:
+        return [(f"{outside[name]}.weight", whole[: config.vocab_size])]
+    _, _, number, rest = name.split(".", 3)
+    layer = f"model.layers.{number}"
+    if rest == "self_attention.linear_qkv.weight":
+        groups, head = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        each = config.num_attention_heads // groups
+        parts = torch.split(whole.view(groups, -1, head, config.hidden_size), [each, 1, 1], 1)
+        return [
+            (f"{layer}.self_attn.{kind}_proj.weight", part.reshape(-1, config.hidden_size))
+            for kind, part in zip("qkv", parts, strict=True)
+        ]
+    if rest == "mlp.linear_fc1.weight":
+        gate, up = whole.chunk(2)
+        return [(f"{layer}.mlp.gate_proj.weight", gate), (f"{layer}.mlp.up_proj.weight", up)]
+    renamed = {
+        "self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj", "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }  # fmt: skip
+    return [(f"{layer}.{renamed[rest.removesuffix('.weight')]}.weight", whole)]
+
+
+def export(model: list[torch.nn.Module], bridge: Any, folder: Path, version: int) -> None:
+    """What Megatron-Bridge gathers on rank 0."""
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+
+    registry, tensors = bridge._model_bridge.mapping_registry(), dict[str, torch.Tensor]()
+    for chunk in model:
+        inner: Any = chunk.module if hasattr(chunk, "module") else chunk
+        for name, value in [*inner.named_parameters(), *persistent_buffers(inner)]:
+            known_as = re.sub(r"local_experts\.([0-9]+)\.(linear_fc.\.weight)", r"\2\1", name)
+            module = inner.get_submodule(name.rpartition(".")[0])
+            module.config = inner.config
+            tensors |= registry.megatron_to_hf_lookup(known_as).megatron_to_hf(value.detach(), module)
+    if dist.get_rank() == 0:
+        padded = {"model.embed_tokens.weight", "lm_head.weight"}
+        tensors = {name: value[:VOCABULARY] if name in padded else value for name, value in tensors.items()}
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / f"{version}-exported.safetensors")
+
+
 def refused(model: list[torch.nn.Module], case: Case, changes: dict[str, Any]) -> str:
     """What hf_state raises for a configuration that the model does not have."""
     try:
@@ -130,14 +199,17 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
+    bridge = bridge_of(case)
     with no_collectives():
-        state = hf_state(model, config=hf_config(case.family, case.changes))
+        state = hf_state(model, config=hf_config(case.family, case.changes), bridge=bridge)
 
     def place(version: int) -> None:
         fill(chunks, version)
         store(chunks, folder, version)
         if case.forward:
             forward(chunks[0], folder, version)
+        if case.exported:
+            export(model, bridge, folder, version)
 
     publish(rank, case, state, orders, results, place)
 
@@ -166,6 +238,9 @@ def main() -> None:
     orders, results = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what Megatron prints is not for the pipe
     control, output = os.fdopen(orders), os.fdopen(results, "w")
+    stand_in()
+    for converters in ("megatron.bridge", "mbridge"):
+        import_module(converters)  # before ranks are forked: it takes seconds
     say(output, ready=True)
     for line in iter(control.readline, ""):
         given, folder = json.loads(line)

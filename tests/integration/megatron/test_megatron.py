@@ -15,10 +15,10 @@ from tests.integration.megatron.megatron_process import Ranks
 
 import weightsync
 
-NEEDED = [name for name in ("megatron", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
+NEEDED = [name for name in ("megatron", "mbridge", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.timeout(180),  # the ranks share two cores with whatever else runs
-    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install 'weightsync[demo,megatron]'"),
+    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: make"),
 ]
 
 FORWARD: dict[str, Any] = {"dtype": "float32", "forward": True}
@@ -41,6 +41,20 @@ RARE = [
     Case("deepseek_v3", ep=2, pp=2, first_stage=3, stacked=False),
     Case("deepseek_v3", tp=2, ep=2, mtp=1, stacked=False),
     Case("deepseek_v3", ep=2, pp=2, mtp=1, stacked=False),
+]
+BRIDGED = [
+    Case("glm4_moe", tp=2, versions=2, stacked=False, bridge="megatron_bridge", exported=True),
+    Case("deepseek_v3", tp=2, ep=2, stacked=False, bridge="megatron_bridge"),
+    Case("mixtral", tp=2, ep=2, etp=1, stacked=False, changes={"head_dim": 8}, bridge="mbridge"),
+    Case("llama", tp=2, bridge="function"),
+]
+BRIDGED_RARE = [
+    Case("llama", tp=4, changes={"num_key_value_heads": 2}, bridge="megatron_bridge"),
+    Case("qwen2", tp=2, pp=2, changes=TIED, bridge="megatron_bridge"),
+    Case("qwen3_moe", tp=2, ep=2, etp=2, pp=2, stacked=False, changes={"mlp_only_layers": []}, bridge="megatron_bridge"),
+    Case("deepseek_v3", ep=2, pp=2, vpp=2, stacked=False, bridge="megatron_bridge"),
+    Case("qwen3", tp=2, pp=2, changes=TIED, bridge="mbridge"),
+    Case("llama", tp=4, changes={"num_key_value_heads": 2, "head_dim": 8}, bridge="mbridge"),
 ]
 RARE += [case for case in MESHES if str(case) not in map(str, QUICK + RARE)]
 
@@ -90,7 +104,9 @@ class Checkpoint(torch.nn.Module):
             module.register_parameter(last, torch.nn.Parameter(value.clone()))
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.rare) for case in RARE)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *BRIDGED, *(pytest.param(case, marks=pytest.mark.rare) for case in RARE + BRIDGED_RARE)], ids=str
+)
 def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from tests.integration.megatron.megatron_reference import reference, stacked
@@ -103,7 +119,8 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
     with weightsync.Engine(adapter, replica="transformers-0", coordinator=where, token=token):
         for version in range(1, case.versions + 1):
             assert ranks.read("published")["replicas"] == [["loaded", "installed", "direct"]]
-            wanted = reference(case, tmp_path, version)
+            exported = tmp_path / f"{version}-exported.safetensors"
+            wanted = load_file(exported) if case.exported else reference(case, tmp_path, version)
             wanted = stacked(wanted) if case.stacked else wanted
             held = module.state_dict()
             assert set(held) == set(wanted)

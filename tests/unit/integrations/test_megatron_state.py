@@ -11,9 +11,11 @@ from torch import nn
 
 import weightsync
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, VerificationError, WeightSyncError
-from weightsync.integrations.megatron import FAMILIES, Family, MegatronState, hf_state
+from weightsync.integrations.megatron import FAMILIES, Family, hf_state
 from weightsync.integrations.megatron.blocks import attention, experts, norms, router
+from weightsync.integrations.megatron.chunk import ModelChunk
 from weightsync.integrations.megatron.packing import Packing, Part
+from weightsync.tensors.shards import ShardedState
 
 CONFIG = llama_config()
 
@@ -36,7 +38,7 @@ def parameters(tp: int = 1, layers: int = 2, fused: bool = True) -> dict[str, to
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def held(state: MegatronState) -> dict[str, torch.Tensor]:
+def held(state: ShardedState) -> dict[str, torch.Tensor]:
     """The tensors put together from the shards of a rank that holds everything."""
     manifest, shards = state.declare()
     whole = {spec.name: torch.full(spec.shape, torch.nan) for spec in manifest}
@@ -233,6 +235,7 @@ LATENT_MODEL = {
         ({}, {"rotary_interleaved": True}, "rotary_interleaved is True"),
         ({}, {"layernorm_zero_centered_gamma": True}, "the weight minus one.*convert_norms=True"),
         ({}, {"moe_mlp_glu_interleave_size": 32}, "alternate 32 rows of gate and up"),
+        ({}, {"moe_shared_expert_glu_interleave_size": 8}, r"alternate 8 rows of gate and up \(moe_shared_expert"),
         (LATENT | {"rope_interleave": False}, LATENT_MODEL, "rope_interleave=False"),
         (LATENT | {"v_head_dim": 3}, LATENT_MODEL, "v_head_dim is 2"),
         ({}, {"virtual_pipeline_model_parallel_size": 2}, "2 virtual pipeline stages, and hf_state got 1 model chunks"),
@@ -244,6 +247,62 @@ LATENT_MODEL = {
 def test_configurations_that_contradict_each_other_are_refused(hf: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         hf_state(Model(CONFIG, parameters(), **changes), config=llama_config(**hf))
+
+
+def test_the_final_norm_is_looked_for_in_the_stage_that_has_it() -> None:
+    """With prediction layers it is in the stage of the last decoder layer, and the last stage may have no decoder layer."""
+    middle = Model(CONFIG, {**stage(True, False, copies=2), "decoder.final_layernorm.weight": torch.ones(8)}, [0, 1], last=False)
+    assert "model.norm.weight" in [shard.name for shard in hf_state(middle, config=CONFIG).declare()[1]]
+    head: Any = Model(CONFIG, {"output_layer.weight": torch.randn(12, 8)}, [], first=False)
+    head.decoder.final_layernorm = None
+    assert [shard.name for shard in hf_state(head, config=CONFIG).declare()[1]] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
+def test_a_prediction_layer_is_known_by_both_names_of_its_inner_layer(inner: str) -> None:
+    model: Any = Model(CONFIG, parameters())
+    layer: Any = nn.Module()
+    layer.layer_number = 1
+    layer.add_module(inner, nn.Module())
+    layer.get_submodule(inner).mlp = nn.Module()
+    layer.get_submodule(inner).mlp.local_expert_indices = [4, 5]
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([layer])
+    chunk = ModelChunk(model)
+    assert chunk.locate(f"mtp.layers.0.{inner}.mlp.experts.linear_fc1.weight1") == (2, "mlp.experts.5.linear_fc1.weight")
+    assert chunk.locate("mtp.layers.0.enorm.weight") == (2, "enorm.weight")
+
+
+def test_parameters_without_memory_are_named_before_a_publication() -> None:
+    """Frameworks offload a model by resizing the storage of its parameters to zero."""
+    model = Model(CONFIG, parameters())
+    state = hf_state(model, config=CONFIG)
+    memory = model.get_parameter("output_layer.weight").untyped_storage()
+    size = memory.nbytes()
+    memory.resize_(0)
+    with pytest.raises(LayoutError, match=r"output_layer\.weight on trainer rank 0 has no memory: .* Load the parameters back"):
+        state.declare()
+    memory.resize_(size)
+    assert state.declare()
+
+
+@pytest.mark.parametrize("name", ["linear_qkv.to_wrap.weight", "linear_qkv.adapter.linear_in.weight", "linear_qkv.lora_a.weight"])
+def test_an_adapter_is_named_and_to_be_merged(name: str) -> None:
+    model = Model(CONFIG, {**parameters(), f"decoder.layers.0.self_attention.{name}": torch.ones(2, 2)})
+    with pytest.raises(LayoutError, match=r"layers\.0\.self_attention\.linear_qkv.* belongs to an adapter \(LoRA\).*Merge"):
+        hf_state(model, config=CONFIG)
+
+
+def test_a_parameter_without_a_rule_is_named_before_megatron_is_asked_for_its_shards() -> None:
+    """Megatron's MLP fails with an AttributeError on a plain nn.Linear inside it."""
+    model: Any = Model(CONFIG, {**parameters(), "decoder.layers.0.mlp.extra.weight": torch.ones(2, 2)})
+
+    def fails(metadata: dict[str, Any]) -> dict[str, Any]:
+        raise AttributeError("'Linear' object has no attribute 'sharded_state_dict'")
+
+    model.sharded_state_dict = fails
+    with pytest.raises(LayoutError, match=r"no rule for parameter decoder\.layers\.0\.mlp\.extra\.weight"):
+        hf_state(model, config=CONFIG)
 
 
 def test_two_chunks_that_claim_a_layer_are_refused() -> None:

@@ -15,7 +15,9 @@ from weightsync.errors import ConfigurationError, LayoutError
 
 __all__ = ["ModelChunk", "ParallelPlace", "expert_number"]
 
-_LAYER = re.compile(r"(decoder|mtp)\.layers\.([0-9]+)\.(?:transformer_layer\.)?(.+)")
+_PREDICTED = ("transformer_layer", "mtp_model_layer")
+"""The layer inside a prediction layer, by megatron-core's release: 0.16 and later ones."""
+_LAYER = re.compile(rf"(decoder|mtp)\.layers\.([0-9]+)\.(?:(?:{'|'.join(_PREDICTED)})\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.([0-9]+)\.(.+)|(.+\.(?:weight|bias))([0-9]+))")
 _EXPERTS = "mlp.experts."
 
@@ -32,8 +34,8 @@ class ParallelPlace:
 
     @classmethod
     def of(cls, model: nn.Module) -> ParallelPlace:
-        """Return the place of a GPTModel, from the process groups that it was built with."""
-        groups = getattr(model, "pg_collection", None)
+        """Return the place of a model, from the process groups that it, or a part of it, was built with."""
+        groups = next((module.pg_collection for module in model.modules() if hasattr(module, "pg_collection")), None)
         if groups is None:
             raise ConfigurationError(
                 f"{type(model).__name__} has no pg_collection: hf_state takes GPTModel of megatron-core 0.16 or later"
@@ -52,13 +54,16 @@ def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 class ModelChunk:
-    """One GPTModel: the layers of one pipeline stage, or of one virtual stage."""
+    """One model of Megatron-core: the layers of one pipeline stage, or of one virtual stage.
+
+    Layers, their experts and :meth:`locate` are those of a GPTModel, which has a ``decoder``.
+    """
 
     def __init__(self, given: nn.Module) -> None:
         model: Any = given
         while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
             model = model.module  # Megatron's DistributedDataParallel and Float16Module
-        if not isinstance(getattr(model, "decoder", None), nn.Module):
+        if not hasattr(model, "config"):
             raise ConfigurationError(f"hf_state takes Megatron-core's GPTModel, not a {type(given).__name__}")
         self.model: Any = model
         self.config: Any = model.config
@@ -67,12 +72,11 @@ class ModelChunk:
         self._numbers: dict[tuple[str, int], int] = {}
         """By the path of its layers and its place there, the number of a layer in the whole model."""
         self._experts: dict[int, list[int]] = {}
-        for index, layer in enumerate(model.decoder.layers):
+        for index, layer in enumerate(getattr(getattr(model, "decoder", None), "layers", ())):
             self._add(("decoder", index), int(layer.layer_number) - 1, layer)
         for index, layer in enumerate(getattr(getattr(model, "mtp", None), "layers", ())):
-            self._add(
-                ("mtp", index), self.config.num_layers + int(layer.layer_number) - 1, getattr(layer, "transformer_layer", layer)
-            )
+            inner = next((getattr(layer, name) for name in _PREDICTED if hasattr(layer, name)), layer)
+            self._add(("mtp", index), self.config.num_layers + int(layer.layer_number) - 1, inner)
 
     def _add(self, place: tuple[str, int], number: int, layer: nn.Module) -> None:
         self._numbers[place] = number
@@ -120,9 +124,10 @@ class ModelChunk:
     def holds(self, layer: int | None, key: str) -> bool:
         """Return whether a parameter of this place in the whole model belongs in this chunk."""
         if layer is None:
-            first = bool(self.model.pre_process)
-            last = bool(self.model.post_process)
-            return first if key.startswith("embedding.") else last
+            if key == "decoder.final_layernorm.weight" and hasattr(self.model.decoder, "final_layernorm"):
+                # With prediction layers it is in the stage of the last decoder layer, which may not be the last stage.
+                return self.model.decoder.final_layernorm is not None
+            return bool(self.model.pre_process if key.startswith("embedding.") else self.model.post_process)
         if layer not in self._experts:
             return False
         expert = expert_number(key)

@@ -26,6 +26,7 @@ class ModelRules:
     def __init__(self, config: HFConfig, family: Family, dtype: str, *, stacked: bool, predicted: int = 0) -> None:
         """``predicted`` prediction layers follow the others, if the family has rules for them."""
         self.dtype = dtype
+        self.predicts = family.prediction is not None
         self.packings: dict[tuple[int | None, str], Packing] = {(None, key): rule for key, rule in family.outside(config).items()}
         self.expert_counts = set[int]()
         """Of all layers that have experts."""

@@ -9,13 +9,14 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.integrations.megatron.blocks import HFConfig, head_dim
+from weightsync.integrations.megatron.bridged_state import BridgedState
 from weightsync.integrations.megatron.chunk import ModelChunk, expert_number
 from weightsync.integrations.megatron.families import FAMILIES, NO_VIEWS, Family
 from weightsync.integrations.megatron.geometry import ShardedTensor, check_geometry, sharded_tensors
+from weightsync.integrations.megatron.live_state import LiveState, refuse_adapter
 from weightsync.integrations.megatron.packing import Packing, Part
 from weightsync.integrations.megatron.rules import ModelRules
-from weightsync.model import Manifest
-from weightsync.tensors.shards import Shard, ShardedState, Views, dtype_name, ordered
+from weightsync.tensors.shards import Shard, ShardedState, dtype_name
 
 __all__ = ["MegatronState", "hf_state"]
 
@@ -27,11 +28,15 @@ def hf_state(
     family: Family | None = None,
     stacked_experts: bool = False,
     convert_norms: bool = False,
-) -> MegatronState:
-    """Return this rank's part of a Megatron-core GPTModel under Hugging Face names, for :class:`weightsync.Trainer`.
+    bridge: object | None = None,
+) -> ShardedState:
+    """Return this rank's part of a Megatron-core model under Hugging Face names, for :class:`weightsync.Trainer`.
 
-    The shards are views of the live parameters (but for ``convert_norms``), and follow them to other memory. Call this again after
-    adding or removing modules. No collective is called.
+    The shards are views of the live parameters (but for norms that are stored minus one), and follow them to other memory. Call
+    this again after adding or removing modules. No collective is called.
+
+    With ``bridge``, any model that the bridge converts can be published: numbers of elements go through its converters, once per
+    kind of parameter, and say where each element belongs.
 
     Args:
         model_chunks: What Megatron's ``get_model()`` returns: the model of this rank, or one for each virtual pipeline stage, with
@@ -43,15 +48,26 @@ def hf_state(
         convert_norms: Whether to publish copies of norms, plus one, if Megatron stores them minus one
             (``layernorm_zero_centered_gamma``) and the family's checkpoints do not; or minus one the other way round. They are
             computed anew before each publication, in the dtype of the parameters. By default such a model is refused.
+        bridge: Converts instead of the rules: an ``AutoBridge`` of Megatron-Bridge, a bridge of mbridge, or a function that takes
+            Megatron's name and the whole parameter and returns pairs of Hugging Face names and tensors. Constants that it adds, as
+            for norms, are added in copies. The other options are for rules only.
 
     Raises:
         ConfigurationError: The family is unknown, or the two configurations contradict each other.
-        LayoutError: A parameter has no rule, has another shape or dtype than the configuration says, or is missing. The message
-            names the tensor and the rank.
+        LayoutError: A parameter has no rule, has another shape or dtype than the configuration says, or is missing; or the bridge
+            computes, drops or repeats elements. The message names the tensor and the rank.
     """
     chunks = [ModelChunk(model) for model in ([model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks)]
     if not chunks:
         raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
+    if bridge is not None:
+        if family is not None or stacked_experts or convert_norms:
+            raise ConfigurationError("hf_state(bridge=) has no rules: leave out family, stacked_experts and convert_norms")
+        return BridgedState(chunks, config, bridge)
+    if not isinstance(getattr(chunks[0].model, "decoder", None), nn.Module):
+        raise ConfigurationError(
+            f"hf_state takes Megatron-core's GPTModel, not a {type(chunks[0].model).__name__}; with bridge= it takes others too"
+        )
     kind = getattr(config, "model_type", None)
     family = family or FAMILIES.get(str(kind))
     if family is None and kind in NO_VIEWS:
@@ -59,7 +75,7 @@ def hf_state(
     if family is None:
         raise ConfigurationError(
             f"no rules for model_type {kind!r}; known: {', '.join(sorted(FAMILIES))}. "
-            "Add a family: docs/guides/megatron.md, hf_state(..., family=Family(...))"
+            "Pass the converter that your framework uses, hf_state(..., bridge=), or add a family: docs/guides/megatron.md"
         )
     _check_configuration(chunks, config)
     added = int(bool(chunks[0].config.layernorm_zero_centered_gamma)) - int(family.zero_centered_norms)
@@ -83,52 +99,23 @@ def hf_state(
     return MegatronState(chunks, rules, added)
 
 
-class MegatronState(ShardedState):
-    """The manifest of the whole model, and the boxes of it that one rank's parameters hold. Made by :func:`hf_state`.
+class MegatronState(LiveState):
+    """Made by :func:`hf_state` without a bridge: the boxes of each parameter are where the family's rules say.
 
     ``added`` is what a norm's weight is more than the parameter that stores it: copies are published if it is not zero.
     """
 
     def __init__(self, chunks: Sequence[ModelChunk], rules: ModelRules, added: int = 0) -> None:
-        self._chunks = chunks
-        self._place = chunks[0].place
         self._rules = rules
         self._added = added
-        self._copies = list[tuple[torch.Tensor, torch.Tensor]]()
-        """Parameters of norms, and the memory of what is published instead."""
-        self._shards, self._views = self._take()
-
-    def declare(self) -> tuple[Manifest, Sequence[Shard]]:
-        """Return the manifest and this rank's shards: the same objects until a parameter has other memory."""
-        if not self._views.are_of(self._memory()):
-            self._shards, self._views = self._take()
-        for value, copy in self._copies:
-            torch.add(value, self._added, out=copy)
-        return self._rules.manifest, self._shards
-
-    def _memory(self) -> list[torch.Tensor]:
-        return [value for chunk in self._chunks for value in chunk.memory()]
-
-    def _take(self) -> tuple[list[Shard], Views]:
-        views = Views(self._memory())
-        self._copies.clear()
-        return ordered(self._rules.manifest, (shard for chunk in self._chunks for shard in self._shards_of(chunk))), views
+        super().__init__(rules.manifest, chunks)
 
     def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:
         """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""
         held = set[Part]()
-        declared = sharded_tensors(chunk.model)
-        for name, value in chunk.tensors():
-            layer, key = chunk.locate(name)
-            rule = self._rules.packings.get((layer, key))
-            if rule is None:
-                remedy = (
-                    "this family has no rules for prediction layers: build the model without them (mtp_num_layers)"
-                    if name.startswith("mtp.")
-                    else f"the family's {'layer' if layer is not None else 'outside'} rules need one for {key!r}; "
-                    "docs/guides/megatron.md shows how to add it"
-                )
-                raise LayoutError(f"no rule for parameter {name} on {self._place}: {remedy}")
+        parameters = [(name, value, *self._rule(chunk, name)) for name, value in chunk.tensors()]
+        declared = sharded_tensors(chunk.model)  # after the rules: it fails, and names nothing, on a module that is not Megatron's
+        for name, value, rule, layer, key in parameters:
             held.update(rule.parts)
             yield from self._cut(name, value, rule, layer, key, declared.get(name, ()))
         for (layer, key), rule in self._rules.packings.items():
@@ -136,26 +123,31 @@ class MegatronState(ShardedState):
                 lacking = next(part.name for part in rule.parts if part not in held)
                 raise LayoutError(f"nothing holds {lacking} on {self._place}, where its model should have a parameter {key}")
 
+    def _rule(self, chunk: ModelChunk, name: str) -> tuple[Packing, int | None, str]:
+        """Return the rule of a parameter, its layer, and its name there."""
+        refuse_adapter(name, self._place)
+        layer, key = chunk.locate(name)
+        rule = self._rules.packings.get((layer, key))
+        if rule is None:
+            remedy = (
+                "this family has no rules for prediction layers: build the model without them (mtp_num_layers)"
+                if name.startswith("mtp.") and not self._rules.predicts
+                else f"the family's {'layer' if layer is not None else 'outside'} rules need one for {key!r}; "
+                "docs/guides/megatron.md shows how to add it, and how to use the converter of your framework instead (bridge=)"
+            )
+            raise LayoutError(f"no rule for parameter {name} on {self._place}: {remedy}")
+        return rule, layer, key
+
     def _cut(
         self, name: str, value: torch.Tensor, rule: Packing, layer: int | None, key: str, declared: Sequence[ShardedTensor]
     ) -> Iterator[Shard]:
         """Yield the shards that one parameter holds."""
-        data = value.detach()
-        if type(data) is not torch.Tensor:
-            raise LayoutError(
-                f"{name} on {self._place} is a {type(data).__name__}, not plain memory: quantized and distributed tensors have no "
-                "rules. Train with plain bfloat16 parameters, or publish a dict of converted tensors"
-            )
-        dtype = rule.dtype or self._rules.dtype
-        if dtype_name(data.dtype) != dtype:
-            remedy = (
-                "Megatron keeps it so from its first load or forward pass on: call hf_state after that"
-                if rule.dtype
-                else "give hf_state what get_model() returns, which has all parameters in the model's params_dtype"
-            )
-            raise LayoutError(
-                f"{name} on {self._place} is {dtype_name(data.dtype)} instead of {dtype}; nothing is converted silently: {remedy}"
-            )
+        remedy = (
+            "Megatron keeps it so from its first load or forward pass on: call hf_state after that"
+            if rule.dtype
+            else "give hf_state what get_model() returns, which has all parameters in the model's params_dtype"
+        )
+        data = self._plain(name, value, rule.dtype or self._rules.dtype, remedy)
         expert = expert_number(key)
         rank, size = self._place.tensor if expert is None else self._place.expert_tensor
         try:
@@ -170,9 +162,7 @@ class MegatronState(ShardedState):
                 f"{name} on {self._place} is a norm, and its rule does not say so: make it with blocks.norm(), because norms are "
                 "to be converted"
             )
-        if self._added and rule.norm:
-            self._copies.append((data, torch.empty_like(data)))
-            data = self._copies[-1][1]
+        data = self._published(data, self._added if rule.norm else 0)
         for piece in rule.pieces(runs):
             view = data.narrow(rule.dim, piece.start, piece.stop - piece.start).view(piece.box.shape)
             for label in (piece.part.name, *self._rules.copies.get(piece.part.name, ())):
@@ -209,11 +199,15 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None
             raise ConfigurationError(
                 f"Megatron's {name} is {getattr(model, name)!r} on {place}, and the Hugging Face configuration means {value!r}"
             )
-    if getattr(model, "moe_mlp_glu_interleave_size", None):  # of later releases; shapes do not tell
-        raise ConfigurationError(
-            f"experts on {place} alternate {model.moe_mlp_glu_interleave_size} rows of gate and up (moe_mlp_glu_interleave_size): "
-            "this family has no rules for that"
-        )
+    for setting in (
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+    ):  # of later releases; shapes do not tell
+        if getattr(model, setting, None):
+            raise ConfigurationError(
+                f"experts on {place} alternate {getattr(model, setting)} rows of gate and up ({setting}): this family has no rules "
+                "for that"
+            )
     if model.multi_latent_attention and not getattr(config, "rope_interleave", True):
         raise ConfigurationError(
             f"Megatron's latent attention on {place} has rotary pairs side by side, and the Hugging Face configuration says "

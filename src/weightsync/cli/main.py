@@ -185,7 +185,7 @@ def status(
     ```
     weightsync status
     weightsync status --watch -c http://head:7400
-    weightsync status --json | jq '.replicas[] | select(.state != "loaded")'
+    weightsync status --json | jq '.replicas[] | select(.service != "serving")'
     ```
     """
     from weightsync.cli.status import show_status

@@ -15,7 +15,7 @@ from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import readable, to_wire
-from weightsync.model import Version
+from weightsync.model import SERVICE, Version
 from weightsync.protocol.messages import Moved, ReplicaResult, RoundResult
 from weightsync.spans import span
 
@@ -119,6 +119,7 @@ class Report:
             epoch=None if version is None else version.epoch,
             source=self.source,
             staleness=publications.behind(version),
+            service=SERVICE.get(replica.state, replica.state),
         )
         self._emit(ReplicaEnded(self._round, result))
         return result
@@ -131,7 +132,7 @@ def left_out(replica: Replica) -> ReplicaResult:
         error = f"PeerLost: not connected ({replica.error})"
     return ReplicaResult(
         name=replica.name, state=replica.shown_state, version=None, digest=None, nbytes=0, delivery="", transports=(),
-        verified="", phases={}, paused_seconds=0.0, error=error,
+        verified="", phases={}, paused_seconds=0.0, error=error, service=replica.shown_state,
     )  # fmt: skip
 
 

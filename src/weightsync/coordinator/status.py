@@ -21,7 +21,7 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A replica. ``version`` and ``digest`` are ``None`` unless it is loaded."""
+    """A replica. ``version`` and ``digest`` are ``None`` unless it is serving."""
 
     name: str
     state: str
@@ -46,6 +46,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds by phase of the last round in which the replica took part."""
     epoch: int | None = None
     """Epoch of ``version``."""
+    service: str = ""
+    """``state`` in other words: ``serving`` for ``loaded``, ``out_of_service`` for ``dirty``."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

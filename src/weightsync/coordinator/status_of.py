@@ -8,6 +8,7 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
+from weightsync.model import SERVICE
 
 __all__ = ["rank_status", "replica_gauges", "replica_status"]
 
@@ -45,4 +46,5 @@ def replica_status(replica: Replica, publications: Publications) -> ReplicaStatu
         error=None if replica.shown_state == "left" else replica.error,
         phases=dict(replica.phases),
         epoch=None if version is None else version.epoch,
+        service=SERVICE.get(replica.shown_state, replica.shown_state),
     )

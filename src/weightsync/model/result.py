@@ -19,11 +19,15 @@ GUARANTEES = {
 }
 """Meaning of :attr:`ReplicaResult.verified`."""
 
+SERVICE = {"loaded": "serving", "dirty": "out_of_service"}
+"""Words of ``service`` for those of ``state`` that differ. The next release gives ``state`` these words."""
+
 
 class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one replica in one round.
 
-    ``state`` is the replica's state after the round. A replica that the round could not take in is ``refused`` (its tensors
+    ``state`` is the replica's state after the round, and ``service`` the same in other words: ``serving`` for ``loaded``,
+    ``out_of_service`` for ``dirty``. A replica that the round could not take in is ``refused`` (its tensors
     differ from the trainer's), ``lost`` (a rank's connection is gone) or ``registered`` (ranks have not joined). ``error`` holds
     the reason.
     """
@@ -51,6 +55,7 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Publications that are newer than ``version``; all that are known, if no version is served."""
     source: str = ""
     """Who fed it: ``trainer``, or the name of a replica that serves its weights to others."""
+    service: str = ""
 
     @property
     def guarantee(self) -> str:

@@ -15,7 +15,7 @@ from weightsync import errors
 from weightsync.coordinator.events import RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.status import Gauges
-from weightsync.model import ReplicaResult
+from weightsync.model import SERVICE, ReplicaResult
 from weightsync.protocol.messages import PROTOCOL
 
 __all__ = ["CONTENT_TYPE", "COORDINATOR_METRICS", "CoordinatorMetrics", "Declared", "Registry", "release"]
@@ -43,12 +43,12 @@ COORDINATOR_METRICS = (
     Declared("published_version", "gauge", (), "Highest published version number of the latest epoch; -1 before the first."),
     Declared("published_epoch", "gauge", (), "Latest epoch in which a version was published."),
     Declared("trainer_ranks", "gauge", (), "Connected trainer ranks."),
-    Declared("replicas", "gauge", ("state",), "Known replicas by state; refused ones hold other tensors than the trainer."),
+    Declared("replicas", "gauge", ("state", "service"), "Known replicas by state. Tensors of refused ones differ."),
     Declared("replicas_late", "gauge", (), "Connected replicas that do not serve the version that the trainer holds."),
     Declared(
         "replicas_not_updated", "gauge", (), "Known replicas that the last round did not update: failed, refused or lost."
     ),
-    Declared("replica_state", "gauge", ("replica", "state"), "1 for the state that the replica is in; absent for the others."),
+    Declared("replica_state", "gauge", ("replica", "state", "service"), "1 for the replica's current state; others are absent."),
     Declared("replica_state_since_timestamp_seconds", "gauge", ("replica",), "Time of the replica's last state change."),
     Declared("replica_version", "gauge", ("replica",), "Version number that the replica serves; absent while it serves none."),
     Declared(
@@ -198,8 +198,8 @@ class CoordinatorMetrics:
             registry.set(name, float(value))
         registry.replace("run_info", [({"run": state.run}, 1.0)])
         counts = Counts(replica.state for replica in replicas)
-        registry.replace("replicas", [({"state": name}, float(counts[name])) for name in _STATES])
-        registry.replace("replica_state", [({"replica": r.name, "state": r.state}, 1.0) for r in replicas])
+        registry.replace("replicas", [(_state(name), float(counts[name])) for name in _STATES])
+        registry.replace("replica_state", [({"replica": r.name, **_state(r.state)}, 1.0) for r in replicas])
         registry.replace("replica_state_since_timestamp_seconds", [({"replica": r.name}, r.since) for r in replicas])
         registry.replace("replica_version", [({"replica": r.name}, r.version) for r in replicas if r.version is not None])
         registry.replace("replica_staleness", [({"replica": r.name}, r.staleness) for r in replicas if r.state != "left"])
@@ -208,6 +208,10 @@ class CoordinatorMetrics:
             [({"phase": phase, "rank": slowest.rank}, slowest.seconds) for phase, slowest in state.slowest.items()],
         )
         return registry.text()
+
+
+def _state(name: str) -> dict[str, str]:
+    return {"state": name, "service": SERVICE.get(name, name)}
 
 
 def _reason(error: str | None) -> str:

@@ -127,7 +127,7 @@ def test_a_round_over_sockets_and_everything_that_shows_it(
             text = http.get("/metrics").text
         until_left = client.status()
         assert len(until_left.rounds) == 3
-    assert 'weightsync_replica_state{replica="a",state="loaded"} 1' in text
+    assert 'weightsync_replica_state{replica="a",service="serving",state="loaded"} 1' in text
     assert 'weightsync_replica_version{replica="b"} 3' in text
     assert re.search(r'weightsync_received_bytes_total\{transport=""\} 48\b', text), "these agents send no spans"
 

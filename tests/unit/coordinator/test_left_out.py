@@ -47,6 +47,7 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
         assert notice.startswith("rounds skip this engine: ManifestMismatch")
     result = await world.publish(1)
     assert (states(result), result.ok) == ({"even": "loaded", "odd": "refused"}, False)
+    assert {replica.name: replica.service for replica in result.replicas} == {"even": "serving", "odd": "refused"}
     assert "1 of 2 replicas got the version, but 2 must: odd: ManifestMismatch" in (result.error or "")
     assert "version test@1 did not reach odd (refused)" in caplog.records[-1].getMessage()
     count = len(caplog.records)
@@ -54,8 +55,8 @@ async def test_a_replica_that_does_not_fit_is_refused_and_counted(first: str, ca
     assert len(caplog.records) == count, "said once, not in every round"
     assert world.states() == {"odd": ("refused", None), "even": ("loaded", 2)}
     text = CoordinatorMetrics().text(world.coordinator.gauges()).decode()
-    assert 'weightsync_replica_state{replica="odd",state="refused"} 1.0' in text
-    assert 'weightsync_replicas{state="refused"} 1.0' in text
+    assert 'weightsync_replica_state{replica="odd",service="refused",state="refused"} 1.0' in text
+    assert 'weightsync_replicas{service="refused",state="refused"} 1.0' in text
     assert "weightsync_replicas_not_updated 1.0" in text
     assert 'weightsync_replica_staleness{replica="odd"} 2.0' in text
     world.check()

@@ -97,7 +97,7 @@ async def test_a_replica_that_fails_hurts_only_itself(phase: str, kind: str, del
     elif phase == "prepare":
         assert world.states()["sick"] == ("loaded", 1), "it was not paused, and goes on serving what it has"
     else:
-        assert sick.state == "dirty"
+        assert (sick.state, sick.service) == ("dirty", "out_of_service")
         assert world.states()["sick"][1] is None
         assert not any(rank.generating for rank in world.replica("sick"))
     world.check()

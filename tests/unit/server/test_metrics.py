@@ -62,6 +62,7 @@ def test_exactly_the_declared_metrics_are_exposed() -> None:
         "reason",
         "replica",
         "run",
+        "service",
         "state",
         "transport",
         "version",
@@ -79,9 +80,10 @@ def test_the_state_at_a_scrape_is_exposed_and_nothing_of_earlier_ones() -> None:
     assert value(found, "replica_version", replica=odd) == 3
     assert value(found, "replica_version", replica="b") is None
     assert value(found, "replica_staleness", replica="b") == 5, "also of a replica without a version"
-    assert value(found, "replica_state", replica="b", state="dirty") == 1
-    assert value(found, "replicas", state="dirty") == 1
-    assert value(found, "replica_state", replica="b", state="loaded") is None
+    assert value(found, "replica_state", replica="b", state="dirty", service="out_of_service") == 1
+    assert value(found, "replicas", state="dirty", service="out_of_service") == 1
+    assert value(found, "replica_state", replica=odd, state="loaded", service="serving") == 1
+    assert value(found, "replica_state", replica="b", state="loaded", service="serving") is None
     assert value(found, "rounds_queued") == 2
     assert value(found, "replicas_late") == 1
     assert value(found, "run_info", run="run") == 1

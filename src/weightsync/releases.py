@@ -16,6 +16,7 @@ from typing import NamedTuple
 from weightsync.errors import ConfigurationError
 
 __all__ = [
+    "IN_CALL",
     "JOINING_ASYNC",
     "JOINING_OFFLINE",
     "RELEASES",
@@ -37,6 +38,9 @@ UPDATES = "updates by weightsync"
 """What names are needed for, where a package has one list of them."""
 REPLICA, JOINING_ASYNC, JOINING_OFFLINE = "a replica", "joining by the environment as AsyncLLM", "joining by the environment as LLM"
 """What names of vLLM are needed for."""
+IN_CALL = "updates inside a framework's call"
+"""What further names of vLLM are needed for."""
+_LAYERWISE = "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"
 _SESSION = "start_weight_update update_weights finish_weight_update"
 
 
@@ -86,8 +90,11 @@ RELEASES = {
             "vllm.distributed.weight_transfer.base:WeightTransferEngine": f"{_SESSION} init_transfer_engine receive_weights "
             "shutdown",
             "vllm.v1.worker.gpu_worker:Worker": _SESSION,
-            "vllm.model_executor.model_loader.reload.layerwise": "initialize_layerwise_reload finalize_layerwise_reload "
-            "get_layerwise_info",
+            "vllm.model_executor.model_loader.reload.layerwise": _LAYERWISE,
+        },
+        IN_CALL: {
+            "vllm.v1.worker.worker_base:WorkerBase": "get_model",
+            "vllm.model_executor.model_loader.reload.layerwise": _LAYERWISE,
         },
         JOINING_ASYNC: {
             "vllm.v1.engine.async_llm:AsyncLLM": "collective_rpc pause_generation resume_generation reset_prefix_cache",

@@ -394,7 +394,7 @@ async def _at_once(
 async def pause(context: RoundContext, report: Report, engines: Engines, deadline: RoundDeadline) -> None:
     """Stop generation in every rank."""
     with report.phase("pause"):
-        await on_all("pause", deadline, engines, Pause(context.pause_mode), Done)
+        await on_all("pause", deadline, engines, Pause(context.pause_mode, context.number, context.epoch), Done)
     failpoints.reached("round.paused")
 
 

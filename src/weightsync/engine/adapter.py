@@ -42,6 +42,13 @@ class EngineAdapter:
     ``pause`` it replaces.
     """
 
+    owner_pauses = False
+    """Whether the engine's owner (a framework) pauses and resumes it, and lets updates in by a call, for which ``pause`` waits.
+
+    A quarantine then does not call ``pause``: ``aborted`` ends the owner's call with an error, and the owner keeps the engine
+    paused. Set ``pauses_twice`` too, so that each update waits for a call.
+    """
+
     sleeps = False
     """Whether ``wake_weights`` gives parameters memory that may be elsewhere: where they are is looked at after it.
 
@@ -89,6 +96,9 @@ class EngineAdapter:
         ``None``: the device of ``shards``, and host memory where there are none.
         """
         return None
+
+    def announced(self, order: tuple[int, int] | None) -> None:
+        """The next ``pause`` is for the version of this epoch and number; ``None`` if that is not known. Must not block."""
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``.

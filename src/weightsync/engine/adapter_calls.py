@@ -167,6 +167,11 @@ class AdapterCalls:
             every.append(shards)
         return every[0] if len(every) == 1 else [shard for shards in every for shard in shards]
 
+    def announced(self, order: tuple[int, int] | None) -> None:
+        """See :meth:`EngineAdapter.announced`."""
+        for adapter, _ in self._driven:
+            adapter.announced(order)
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""
         for _, driven in self._driven:

@@ -327,7 +327,7 @@ class EngineRole:
                 self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
         failpoints.reached("engine.pause")
-        self.session.pause(body.mode, timeout)
+        self.session.pause(body.mode, timeout, None if body.number is None else (body.epoch, body.number))
         failpoints.reached("engine.paused")
 
     def _move(self, body: Move, deadline: Deadline) -> Moved:
@@ -397,7 +397,7 @@ class EngineRole:
             raise ProtocolError("an update needs a prepared plan")
         cover = filler.cover  # made while still serving, once for a plan
         started = time.perf_counter()
-        self._pause(Pause(body.mode), deadline)
+        self._pause(Pause(body.mode, version.number, version.epoch), deadline)
         paused = time.perf_counter()
         moved = self._move(Move(version.number), deadline)
         came = time.perf_counter()

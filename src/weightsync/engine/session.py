@@ -87,6 +87,7 @@ class EngineSession:
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
+        self._owner_pauses = any(adapter.owner_pauses for adapter in self._adapters)
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
         self.serving: Version | None = None
@@ -255,10 +256,13 @@ class EngineSession:
                     self._become("serving")
             raise
 
-    def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Pause the engine for the current call's update."""
+    def pause(self, mode: PauseMode, timeout: float, order: tuple[int, int] | None = None) -> None:
+        """Pause the engine for the current call's update, to the version of this epoch and number."""
+        self._calls.announced(order)
         if self.state != "pausing":
             self._become("pausing")
+        if self._owner_pauses:
+            self.check_abort()  # an abort before the announcement does not end the wait for a call
         self._update = self._current.update  # even if pausing fails
         self._calls.pause(mode, timeout)
         self._calls.paused_by = self._current.number
@@ -370,8 +374,9 @@ class EngineSession:
         self._pause_late(deadline)
 
     def _pause_late(self, deadline: Deadline) -> None:
-        """Pause what must not generate, also when the time for it is over."""
-        self._calls.pause("abort", max(deadline.left, _PAUSE_SECONDS))
+        """Pause what must not generate, also when the time for it is over. An engine's owner learns it by ``aborted``."""
+        if not self._owner_pauses:
+            self._calls.pause("abort", max(deadline.left, _PAUSE_SECONDS))
 
 
 def _reaches(served: Version, version: int | Version) -> bool:

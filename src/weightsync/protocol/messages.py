@@ -386,9 +386,14 @@ class CheckSources(_Struct, frozen=True):
 
 
 class Pause(_Struct, frozen=True):
-    """Stop generation. Answered by :class:`Done` once no step runs."""
+    """Stop generation. Answered by :class:`Done` once no step runs.
+
+    ``epoch`` and ``number`` are those of the version that comes next, for engines whose owner asks for certain versions.
+    """
 
     mode: PauseMode
+    number: _Number | None = None
+    epoch: _Epoch = FIRST_EPOCH
 
 
 class Move(_Struct, frozen=True):

@@ -1,14 +1,18 @@
-"""Settings of vLLM that exclude direct delivery into its parameters."""
+"""Direct delivery into the parameters of a vLLM model, and the settings of vLLM that exclude it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from weightsync.engines.hf_checkpoint import HfCheckpoint
+from weightsync.engines.traced_shards import DirectShards, find_direct
+from weightsync.engines.vllm.loading import install_some
 from weightsync.engines.vllm.protocols import ModelConfig
 
-__all__ = ["VllmConfig", "why_streamed"]
+__all__ = ["VllmConfig", "direct_shards", "why_streamed"]
 
 
 class VllmConfig(Protocol):
@@ -34,3 +38,14 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
     if config.lora_config is not None:
         return "LoRA is enabled, so vLLM must be notified of new base weights"
     return None
+
+
+def direct_shards(
+    config: VllmConfig, model: torch.nn.Module, device: torch.device, checkpoint: HfCheckpoint, ranks: int
+) -> DirectShards | str:
+    """Return shards over the parameters of ``model``, or the reason to stream. Runs on vLLM's model thread, between steps."""
+    reason = why_streamed(config, device)
+    if reason is not None:
+        return reason
+    reload = partial(install_some, model, config.model_config)
+    return find_direct(model, checkpoint.manifest, reload, device, ranks, engine="vLLM", package="vllm")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 from weightsync.config import variable
 from weightsync.engines.vllm import BACKEND
 from weightsync.releases import release_of
 
-__all__ = ["log_as_vllm_does", "register"]
+__all__ = ["add_worker_methods", "log_as_vllm_does", "register"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +56,31 @@ def log_as_vllm_does() -> None:
         ours.setLevel(logging.INFO)
 
 
+def add_worker_methods() -> None:
+    """Add ``weightsync_ready``, ``_join``, ``_update`` and ``_leave`` to vLLM's workers, for a framework's own calls. Idempotent.
+
+    They are the methods of :class:`~weightsync.engines.vllm.in_call.CalledWorker`.
+    """
+    try:
+        from vllm.v1.worker.worker_base import WorkerBase
+    except ImportError as error:
+        _log.debug("this vLLM has no worker of the required kind: %s", error)
+        return
+    for name in ("ready", "join", "update", "leave"):
+        setattr(WorkerBase, f"weightsync_{name}", _method(name))
+
+
+def _method(name: str) -> Any:  # noqa: ANN401 - a method of vLLM's worker
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        from weightsync.engines.vllm.in_call import called  # late: most processes of vLLM have no worker
+
+        return getattr(called(worker), name)(*args, **kwargs)
+
+    return call
+
+
 def register() -> None:
-    """Register ``{"backend": "weightsync"}`` with vLLM, for workers and for trainers. Idempotent.
+    """Register ``{"backend": "weightsync"}`` with vLLM, for workers and for trainers, and add methods to workers. Idempotent.
 
     With ``WEIGHTSYNC_COORDINATOR`` set, engines of this process that use the backend join that coordinator automatically.
 
@@ -64,6 +88,7 @@ def register() -> None:
     start, even without weightsync. The error is raised when the backend is used, and names the missing parts.
     """
     log_as_vllm_does()
+    add_worker_methods()
     try:
         from vllm.distributed.weight_transfer import factory
     except ImportError as error:

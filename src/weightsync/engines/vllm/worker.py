@@ -10,28 +10,26 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.v1.worker.gpu_worker import Worker
 
 from weightsync.config import variable
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
-from weightsync.engines.traced_shards import DirectShards, find_direct
+from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
-from weightsync.engines.vllm.direct import why_streamed
-from weightsync.engines.vllm.loading import install, install_some, load_in_sessions
+from weightsync.engines.vllm.direct import direct_shards
+from weightsync.engines.vllm.loading import install, load_in_sessions
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
+from weightsync.engines.vllm.together import global_rank, refuse_balancing, together
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.releases import REPLICA, check_interface, release_of, warn_if_untested
 
 __all__ = ["GroupInfo", "InitInfo", "UpdateInfo", "WeightsyncEngine"]
 
 _log = logging.getLogger(__name__)
-
-_MAX_ERROR = 1024  # bytes of an error message between workers
 
 
 @dataclass
@@ -69,16 +67,17 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         check_interface("vllm", REPLICA)
         warn_if_untested("vllm")
         super().__init__(*args, **kwargs)
-        if self.parallel_config.enable_eplb:
-            raise ConfigurationError(
-                "vLLM's expert load balancing (--enable-eplb) moves experts between workers, but its loader writes updates to "
-                "their initial places, so old weights would stay in use. Start vLLM without it to update its weights"
-            )
+        refuse_balancing(self.parallel_config)
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None
         self._streams_because = ""
         self._within = False  # inside a call that all workers make together
+
+    @property
+    def joined(self) -> bool:
+        """Whether this worker is a rank of a replica, or of a push."""
+        return self._adapter is not None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | GroupInfo:
         """Parse the body of vLLM's route as one of two kinds."""
@@ -132,7 +131,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             self._owned = owned.pop_all()
 
     def _rank(self) -> int:
-        return int(self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank)
+        return global_rank(self.parallel_config)
 
     def _checkpoint(self) -> HfCheckpoint:
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
@@ -175,10 +174,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         """Return the shards for direct delivery; ``None`` to stream, for a logged reason. Runs on vLLM's model thread."""
         if request == "streamed":
             return None
-        direct: DirectShards | str | None = why_streamed(self.vllm_config, self.device)
-        if direct is None:
-            reload = partial(install_some, self.model, self.model_config)
-            direct = find_direct(self.model, checkpoint.manifest, reload, self.device, ranks, engine="vLLM", package="vllm")
+        direct = direct_shards(self.vllm_config, self.model, self.device, checkpoint, ranks)
         if isinstance(direct, DirectShards):
             return direct
         if request == "direct":
@@ -214,44 +210,16 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Exchange errors between all workers at the end of the context. If any worker failed, only the last one raises an error.
-
-        vLLM stops reading its workers' responses at the first error, and takes the unread ones for responses to its next call.
-        After the last worker's response none is left. Nested contexts do nothing.
-        """
+        """Fail or succeed with all workers, see :func:`together`. Nested contexts do nothing."""
         if self._within:
             yield
             return
-        parallel = self.parallel_config
-        alone = parallel.world_size == 1 or parallel.data_parallel_size > 1
-        own: Exception | None = None
         self._within = True
         try:
-            yield
-        except Exception as error:
-            if alone:
-                self._give_up()
-                raise
-            _log.exception("weightsync: worker %d of vLLM failed", parallel.rank)
-            own = error
+            with together(self.parallel_config, self._give_up):
+                yield
         finally:
             self._within = False
-        if alone:
-            return
-        text = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:_MAX_ERROR]
-        mine = torch.zeros(_MAX_ERROR, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
-        gathered = [torch.empty_like(mine) for _ in range(parallel.world_size)]
-        torch.distributed.all_gather(gathered, mine, group=get_world_group().cpu_group)
-        failures = {
-            rank: bytes(encoded.tolist()).rstrip(b"\0").decode(errors="replace")
-            for rank, encoded in enumerate(gathered)
-            if encoded.any()
-        }
-        if failures:
-            self._give_up()
-        if failures and parallel.rank == parallel.world_size - 1:
-            raise own or LoadError("; ".join(f"worker {rank}: {text}" for rank, text in failures.items()))
 
     def _give_up(self) -> None:
         if self._pushed is not None:

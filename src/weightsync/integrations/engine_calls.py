@@ -1,0 +1,119 @@
+"""A framework's side of an update inside its own call: tells the workers of its engine "now" while the trainer publishes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weightsync.errors import DeadlineExceeded, VerificationError
+from weightsync.model import Version
+from weightsync.outcome import Outcome
+from weightsync.protocol.messages import RoundResult
+
+__all__ = ["Answers", "EngineCalls"]
+
+Answers = Sequence[Mapping[str, Any] | None] | None
+"""What the workers returned, one answer each; ``None`` from a framework that does not pass answers on."""
+
+_SETTLE = 60.0  # seconds from the end of a publication to the end of the call
+
+
+class EngineCalls:
+    """Calls weightsync's methods of an engine's workers in the framework's own way. The engine needs only weightsync's plugin.
+
+    ::
+
+        calls = EngineCalls(lambda method, arguments: llm.collective_rpc(method, kwargs=arguments))
+        calls.join(trainer_url, "rollout-0", token_file="/run/job/token")
+        ...                                     # the framework pauses its engine, or lets it sleep and wakes its weights
+        result = calls.publish(lambda: trainer.publish(step), step)
+        ...                                     # it drops the caches, and resumes
+
+    A trainer in other processes publishes there. Then call :meth:`update` here at the same time.
+
+    Args:
+        call: Calls a method of all workers of one engine with keyword arguments. Blocks until all have answered.
+    """
+
+    def __init__(self, call: Callable[[str, dict[str, Any]], Answers]) -> None:
+        self._call = call
+
+    def ready(self, **options: object) -> Answers:
+        """Learn how weights are delivered, before a coordinator is known.
+
+        Takes the options of :meth:`~weightsync.engines.vllm.in_call.CalledWorker.ready`.
+        """
+        return self._call("weightsync_ready", options)
+
+    def join(self, coordinator: str, replica: str, **options: object) -> Answers:
+        """Join a coordinator, each worker as a rank of ``replica``. Idempotent.
+
+        Takes the options of :meth:`~weightsync.engines.vllm.in_call.CalledWorker.join`, and raises what a worker raises.
+        """
+        return self._call("weightsync_join", {"coordinator": coordinator, "replica": replica, **options})
+
+    def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0) -> Answers:
+        """Let the update to version ``number`` in, and return at its end.
+
+        See :meth:`~weightsync.engines.vllm.in_call.CalledWorker.update`.
+        """
+        return self._call("weightsync_update", {"number": number, "epoch": epoch, "timeout": timeout})
+
+    def leave(self) -> None:
+        """Leave the coordinator. Idempotent."""
+        self._call("weightsync_leave", {})
+
+    def publish(
+        self,
+        publish: Callable[[], RoundResult],
+        number: int | None = None,
+        epoch: int | None = None,
+        timeout: float = 300.0,
+    ) -> RoundResult:
+        """Call the engine on another thread, ``publish`` on this one, and return its result.
+
+        If ``publish`` fails before a round begins, the engine waits in the call until ``timeout``: choose the publication's.
+
+        Args:
+            publish: Publishes the version, for instance ``lambda: trainer.publish(step)``.
+            number: See :meth:`update`, as the next two.
+            epoch: Epoch of the version.
+            timeout: Seconds.
+
+        Raises:
+            VerificationError: A worker installed another version than ``publish`` returned.
+            DeadlineExceeded: The call did not end after the publication.
+            Exception: ``publish`` or the call raised it. A note on an error of ``publish`` says what the call raised.
+        """
+        answers: Outcome[Answers] = Outcome()
+        threading.Thread(target=answers.run, args=(self.update, number, epoch, timeout), name="weightsync-now", daemon=True).start()
+        try:
+            result = publish()
+        except Exception as error:
+            if not answers.over.wait(_SETTLE / 6):
+                error.add_note("the engine is still in its call, which waits for an update until its timeout")
+            elif answers.error is not None:
+                error.add_note(f"the engine's call raised {type(answers.error).__name__}: {answers.error}")
+            raise
+        if not answers.over.wait(_SETTLE):
+            raise DeadlineExceeded(
+                f"version {result.version} was published, but the engine's call did not return within {_SETTLE:g} s: do not resume "
+                "the engine"
+            )
+        check_answers(answers.result(), result.version)
+        return result
+
+
+def check_answers(answers: Answers, version: Version) -> None:
+    """Check that workers that answered have installed ``version``.
+
+    Raises:
+        VerificationError: One installed another version.
+    """
+    for answer in answers or ():
+        if answer and (answer["epoch"], answer["number"], answer["digest"]) != (*version.order, version.digest):
+            raise VerificationError(
+                f"rank {answer['rank']} of replica {answer['replica']} installed {answer['version']} instead of {version}: do not "
+                "resume the engine. Give the number and the epoch of the version to the engine's call"
+            )

@@ -11,7 +11,7 @@ import torch
 
 from weightsync.config import Address, Seconds, ServerSettings, token_source
 from weightsync.errors import ConfigurationError
-from weightsync.tensors.shards import DTypes
+from weightsync.tensors.shards import DTypes, ShardedState, torch_dtype
 from weightsync.transports.registry import FROM_HOST_MEMORY, known
 
 __all__ = ["Options", "cast", "server_settings"]
@@ -77,9 +77,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The one dtype for all tensors, if there is one."""
         return _dtype(self.dtype) if isinstance(self.dtype, str) else None
 
-    def dtypes(self, state: Mapping[str, torch.Tensor]) -> DTypes:
+    def dtypes(self, state: Mapping[str, torch.Tensor] | ShardedState) -> DTypes:
         """The dtypes in which the tensors of ``state`` travel."""
         if isinstance(self.dtype, dict):
+            if isinstance(state, ShardedState):
+                return {spec.name: self.dtype_of(spec.name, torch_dtype(spec.dtype)) for spec in state.declare()[0]}
             return {name: self.dtype_of(name, tensor.dtype) for name, tensor in state.items()}
         return self.whole_dtype()
 

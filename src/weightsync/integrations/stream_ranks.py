@@ -34,6 +34,7 @@ from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
+from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
@@ -162,13 +163,15 @@ class StreamSender:
         self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES[options.device])
         self._trainer: Trainer | None = None
         self._role: tuple[object, ...] = ()
-        self._state: Mapping[str, torch.Tensor] | None = None
+        self._state: Mapping[str, torch.Tensor] | ShardedState | None = None
         self._stuck: Future[RoundResult] | None = None
         self._idle = False
         """Whether it has not sent in this update."""
         owned.callback(self.leave)
 
-    def join(self, coordinator: str, rank: int, world_size: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    def join(
+        self, coordinator: str, rank: int, world_size: int, state: Mapping[str, torch.Tensor] | ShardedState | None = None
+    ) -> None:
         """Join, or stay joined: to stream, or to publish the shards of ``state``.
 
         Raises:
@@ -192,7 +195,7 @@ class StreamSender:
         )
         self._role, self._state = role, state
 
-    def leave_unless(self, state: Mapping[str, torch.Tensor] | None) -> None:
+    def leave_unless(self, state: Mapping[str, torch.Tensor] | ShardedState | None) -> None:
         """Leave if the next update is not of what this rank joined with: all ranks leave before one joins with something else."""
         if self._state is not state:
             self.leave()

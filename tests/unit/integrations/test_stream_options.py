@@ -78,18 +78,19 @@ def test_the_frozen_base_of_a_lora_adapter_is_refused_because_verl_never_sends_t
     assert walked == ["embed.weight"]
 
 
-def test_an_engine_whose_method_is_wrapped_by_verl_is_shown_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FSDPEngine:
+@pytest.mark.parametrize(("path", "name"), shards._ENGINES.items())
+def test_an_engine_whose_method_is_wrapped_by_verl_is_shown_as_well(monkeypatch: pytest.MonkeyPatch, path: str, name: str) -> None:
+    class Engine:
         def get_per_tensor_param(self) -> tuple[list[object], None]:
             return [], None
 
-    method: Any = FSDPEngine.get_per_tensor_param
+    method: Any = Engine.get_per_tensor_param
     method.__wrapped__ = print
 
-    monkeypatch.setitem(sys.modules, shards._FSDP, SimpleNamespace(FSDPEngine=FSDPEngine))
+    monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: Engine}))
     for _ in range(2):
         shards.show_engine()
-    engine = FSDPEngine()
+    engine = Engine()
     weights: Any = engine.get_per_tensor_param()[0]
     assert weights.engine is engine
     assert weights._weights == [], "wrapped once"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
@@ -16,9 +17,7 @@ from weightsync.integrations.megatron.converters import converter_of, is_expert,
 from weightsync.integrations.megatron.element_numbers import TracedBox, trace
 from weightsync.integrations.megatron.live_state import LiveState, refuse_adapter
 from weightsync.model import Box, Manifest
-from weightsync.model.manifest import TensorSpec
-from weightsync.tensors.checkpoint_names import checkpoint_parts
-from weightsync.tensors.shards import Shard, dtype_name
+from weightsync.tensors.shards import Shard, dtype_name, manifest_of
 
 __all__ = ["BridgedState", "checkpoint_manifest"]
 
@@ -48,21 +47,10 @@ def checkpoint_manifest(config: Any, dtype: torch.dtype) -> Manifest:  # noqa: A
             model: Any = factory.from_config(config) if architecture is None else factory(config)
     except ValueError as error:
         raise ConfigurationError(f"Transformers makes no model of model_type {config.model_type!r}: {error}") from None
-    tied: Mapping[str, str] = model._tied_weights_keys if config.tie_word_embeddings else {}
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
-    aliases: dict[str, list[str]] = {}
-    for name, target in tied.items():
-        aliases.setdefault(target, []).append(name)
-    parts = checkpoint_parts(model, shapes)
     precise = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
-    def dtype_of(name: str) -> str:
-        return dtype_name(dtype) if precise.isdisjoint(name.split(".")) else "float32"
-
     return Manifest(
-        TensorSpec(own, shape, dtype_of(own), tuple(aliases.get(name, ())))
-        for name, whole in shapes.items()
-        for own, shape in ([(part.name, part.shape) for part in parts[name]] if name in parts else [(name, whole)])
+        replace(spec, dtype=dtype_name(dtype) if precise.isdisjoint(spec.name.split(".")) else "float32")
+        for spec in manifest_of(model, include_buffers=True)
     )
 
 
@@ -155,5 +143,5 @@ def _placed(name: str, known_as: str, made: tuple[int, ...], whole: tuple[int, .
     expert = _EXPERT_NUMBER.search(name)
     if is_expert(name) and expert is not None and made == whole[1:]:  # a tensor of all experts
         number = int(expert[1] or expert[2])
-        return lambda box: replace(box, starts=(number, *box.starts), extents=(1, *box.extents), strides=(1, *box.strides))
+        return lambda box: replaced(box, starts=(number, *box.starts), extents=(1, *box.extents), strides=(1, *box.strides))
     raise LayoutError(f"the bridge makes {known_as} with shape {list(made)}, and the checkpoint has {list(whole)}")

@@ -1,8 +1,8 @@
-"""Shard to shard: actor ranks publish their own FSDP2 shards instead of gathering whole tensors. Behind the option ``shards``.
+"""Shard to shard: actor ranks publish their own shards instead of gathering whole tensors. Behind the option ``shards``.
 
 verl gives a checkpoint engine a generator of whole tensors. The training engine behind it goes to one backend of verl's own.
-:func:`show_engine` wraps one method of verl's FSDP engine, so that the generator names its engine as well. A verl that passes the
-engine itself to ``send_weights`` (``docs/integrations/verl.md`` proposes that) needs no wrapper.
+:func:`show_engine` wraps one method of verl's FSDP and Megatron engines, so that the generator names its engine as well. A verl
+that passes the engine itself to ``send_weights`` (``docs/integrations/verl.md`` proposes that) needs no wrapper.
 
 The first update streams, and :class:`Walk` notes what verl sends. Shards are published only if the engine's parameters are exactly
 these tensors: verl's generator may also merge adapters, quantize, or split fused experts.
@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations.megatron import hf_state
 from weightsync.integrations.stream_options import Options
 from weightsync.model import Manifest
-from weightsync.tensors.shards import shards_of
+from weightsync.tensors.shards import ShardedState, shards_of, torch_dtype
 
 __all__ = ["EngineState", "ShardSource", "Walk", "show_engine"]
 
 _log = logging.getLogger(__name__)
-_FSDP = "verl.workers.engine.fsdp.transformer_impl"
+_ENGINES = {
+    "verl.workers.engine.fsdp.transformer_impl": "FSDPEngine",
+    "verl.workers.engine.megatron.transformer_impl": "MegatronEngine",
+}
 _METHOD = "get_per_tensor_param"
 _MARK = "_weightsync_shows_engine"
 _SHOWN = 3
@@ -44,21 +48,22 @@ class EngineWeights:
 
 
 def show_engine() -> None:
-    """Make verl's FSDP engine in this process yield :class:`EngineWeights`. Idempotent. Does nothing where it is not imported.
+    """Make verl's engines in this process yield :class:`EngineWeights`. Idempotent. Does nothing where they are not imported.
 
     Raises:
-        ConfigurationError: This verl's FSDP engine has no such method.
+        ConfigurationError: An engine of this verl has no such method.
     """
-    module = sys.modules.get(_FSDP)
-    if module is None:
-        return
-    kind = getattr(module, "FSDPEngine", None)
-    method = getattr(kind, _METHOD, None)
-    if not callable(method):
-        raise ConfigurationError(f"this verl has no FSDPEngine.{_METHOD}: leave out the option shards")
-    if hasattr(method, _MARK):
-        return
+    for path, name in _ENGINES.items():
+        if path in sys.modules:
+            kind = getattr(sys.modules[path], name, None)
+            method = getattr(kind, _METHOD, None)
+            if not callable(method):
+                raise ConfigurationError(f"this verl has no {name}.{_METHOD}: leave out the option shards")
+            if not hasattr(method, _MARK):
+                _show(kind, method)
 
+
+def _show(kind: Any, method: Callable[..., tuple[Any, Any]]) -> None:  # noqa: ANN401 - a class of verl's
     @wraps(method)
     def get_per_tensor_param(engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401 - verl's
         weights, adapter = method(engine, *args, **kwargs)
@@ -94,12 +99,23 @@ class EngineState(Mapping[str, torch.Tensor]):
         return len(self._now())
 
 
+Published: TypeAlias = EngineState | ShardedState
+"""The parameters of verl's FSDP2 engine, or the declared shards of its Megatron engine."""
+
+
 class ShardSource(NamedTuple):
     """What an actor rank publishes its shards of."""
 
-    state: EngineState
+    state: Published
     manifest: Manifest
     """In the dtypes in which they travel."""
+
+
+def types_of(state: Published) -> list[tuple[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]]:
+    """Return names, shape and dtype of each tensor of ``state``. Tied names of a mapping are separate."""
+    if isinstance(state, ShardedState):
+        return [(spec.names, (spec.shape, torch_dtype(spec.dtype))) for spec in state.declare()[0]]
+    return [((name,), (tuple(tensor.shape), tensor.dtype)) for name, tensor in state.items()]
 
 
 class Walk:
@@ -129,22 +145,32 @@ class Walk:
     def source(self, options: Options) -> ShardSource | None:
         """The engine's parameters, if they are what was sent and this rank can publish them; else log why not."""
         try:
-            self._check_engine()
-            state = EngineState(self._engine)
+            state = self._state()
             self._check_same(state)
             return ShardSource(state, shards_of(state, dtype=options.dtypes(state))[0])
         except WeightSyncError as error:
             _log.warning("weightsync streams whole tensors, although the option shards is set: %s", error)
             return None
 
-    def _check_engine(self) -> None:
-        if self._engine is None:
-            raise ConfigurationError(f"verl does not show its training engine; only that of {_FSDP} is known")
-        if not isinstance(getattr(self._engine, "module", None), FSDPModule):
-            raise ConfigurationError("the model is not sharded by FSDP2 (actor.strategy=fsdp2)")
+    def _state(self) -> Published:
+        engine = self._engine
+        if engine is None:
+            raise ConfigurationError(f"verl does not show its training engine; only these are known: {', '.join(_ENGINES)}")
+        module = getattr(engine, "module", None)
+        if isinstance(module, FSDPModule):
+            return EngineState(engine)
+        if not isinstance(module, list):
+            raise ConfigurationError("the model is sharded by neither FSDP2 (actor.strategy=fsdp2) nor Megatron")
+        if engine.peft_cls is not None or engine._qat_enabled:
+            raise ConfigurationError("adapters are merged, or weights quantized, while verl sends them")
+        if engine.engine_config.param_offload:
+            raise ConfigurationError("param_offload frees the parameters of Megatron between updates")
+        return hf_state(module, config=engine.model_config.hf_config, bridge=engine.bridge)
 
-    def _check_same(self, state: EngineState) -> None:
-        held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-        if held != self._seen:
-            other = sorted(name for name in held.keys() | self._seen.keys() if held.get(name) != self._seen.get(name))
-            raise ConfigurationError(f"verl converts parameters before it sends them ({', '.join(other[:_SHOWN])})")
+    def _check_same(self, state: Published) -> None:
+        held = types_of(state)
+        known = {name: kind for names, kind in held for name in names}
+        other = {names[0] for names, _ in held if self._seen.keys().isdisjoint(names)}
+        other |= {name for name, kind in self._seen.items() if known.get(name) != kind}
+        if other:
+            raise ConfigurationError(f"verl converts parameters before it sends them ({', '.join(sorted(other)[:_SHOWN])})")

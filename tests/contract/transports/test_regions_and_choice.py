@@ -7,6 +7,7 @@ import gc
 import mmap
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,31 @@ def test_views_outlive_the_region() -> None:
     assert int(view.sum()) == 7 << 16
     del view
     gc.collect()
+
+
+def test_a_closed_reader_unmaps_although_its_error_is_kept() -> None:
+    with PublishedRegion(64, "d") as region:
+        publisher = SharedMemory().publish(region, KEY, this_host())
+        try:
+            with region.placing(1):
+                pass
+            before = _mappings()
+            reader = SharedMemory().open(publisher.offer, KEY, Deadline(5))
+            reader.prepare([CopyTable.empty()], "d", Deadline(5))
+            reader.begin(1, Deadline(5))
+            assert _mappings() == before + 1
+            with region.placing(2):
+                pass
+            with pytest.raises(StaleSource) as kept:
+                reader.end(Deadline(5))
+            reader.close()
+            assert _mappings() == before, kept.value
+        finally:
+            publisher.close()
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:weightsync-region")
 
 
 def test_nobody_can_write_or_shrink_a_region_through_its_descriptor() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -29,15 +31,31 @@ from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.errors import Aborted, LoadError, PlanMismatch
+from weightsync.engine.fill.windows import WindowReceiver
+from weightsync.errors import Aborted, LoadError, PeerLost, PlanMismatch, StaleSource
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
-from weightsync.protocol.messages import Delivery, Host, Move, Moved, Offer, Pause, Place, PlanSlice, Prepare
+from weightsync.protocol.messages import (
+    Delivery,
+    Host,
+    Move,
+    Moved,
+    MoveWindow,
+    Offer,
+    OpenStream,
+    Pause,
+    Place,
+    PlanSlice,
+    Prepare,
+    SourceAddress,
+    WindowPlaced,
+)
 from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.staging import Staging
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Completion, Reader
 from weightsync.transports.host.inproc import InProcess
+from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
 
@@ -370,6 +388,66 @@ def test_a_receiver_that_does_not_end_defers_what_waits_for_it(monkeypatch: pyte
     assert not closed.is_set()
     leave.set()
     assert closed.wait(SECONDS)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python's garbage waits: what is freed in the test is referred to by nothing, not even by itself."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Memory:
+    """Stands for the mapping that a frame of an error refers to."""
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pipeline_that_failed_keeps_nothing_of_the_error(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    monkeypatch.setattr(receive_ahead, "_GRACE", 0.05)
+    entered, leave, freed = (threading.Event() for _ in range(3))
+
+    def receive(bucket: int, deadline: Deadline) -> None:
+        if not late or bucket:
+            memory = Memory()
+            weakref.finalize(memory, freed.set)
+            entered.set()
+            assert not late or leave.wait(SECONDS)
+            raise PeerLost("on purpose")
+
+    def load(bucket: int, deadline: Deadline) -> None:
+        entered.wait(SECONDS)
+        raise LoadError("on purpose")
+
+    pipeline = ReceiveAhead(2, 2, receive, load, lambda: None)
+    with pytest.raises(LoadError if late else PeerLost):
+        pipeline.run(lambda bucket: None, Deadline(SECONDS))
+    pipeline.when_idle(lambda: None)
+    leave.set()
+    assert freed.wait(5.0)
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_window_that_failed_keeps_no_reader() -> None:
+    here, key, freed = this_host(), b"k" * 32, threading.Event()
+    with ExitStack() as owned:
+        region = owned.enter_context(PublishedRegion(64, "d"))
+        publisher = InProcess().publish(region, key, here)
+        owned.callback(publisher.close)
+        engine = EngineRole(Watched(torch.nn.Sequential(torch.nn.Linear(2, 2))), [InProcess()], here)
+        owned.callback(engine.close)
+        opening = OpenStream("k", (SourceAddress("trainer/0", "d", (publisher.offer,), key),), 64)
+        receiver = WindowReceiver(engine._fill_context, opening, takes_any=True)
+        receiver.prepare(Deadline(SECONDS))
+        weakref.finalize(receiver._sources[0][1], freed.set)
+        with pytest.raises(StaleSource):
+            receiver.move(MoveWindow(0, 0, WindowPlaced(stamp=3)), Deadline(SECONDS))
+        receiver.close()
+        del receiver
+        assert freed.wait(5.0)
 
 
 def test_the_seconds_of_receiving_are_those_of_one_run() -> None:

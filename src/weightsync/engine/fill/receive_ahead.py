@@ -79,6 +79,7 @@ class ReceiveAhead:
     def when_idle(self, act: Callable[[], None]) -> None:
         """Call ``act`` now, or when the receiver thread exits if it is still running."""
         if self._receiving is None or self._receiving.done():
+            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
             act()
         else:
-            self._receiving.add_done_callback(lambda _: act())
+            self._receiving.add_done_callback(lambda _: self.when_idle(act))

@@ -274,13 +274,13 @@ class WindowReceiver:
 
     def close(self) -> None:
         """Close the connections, once nothing is received over them any more. The buckets are freed with their last user."""
-        receiving = self._receiving
         self._pending = []
-        if receiving is None or receiving.done():
+        if self._receiving is None or self._receiving.done():
+            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
             self._readers.close()
         else:
             self.abort()
-            receiving.add_done_callback(lambda _: self._readers.close())
+            self._receiving.add_done_callback(lambda _: self.close())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -120,6 +120,7 @@ class MappedReader(BlockingReader):
         if self._memory is None:
             return
         self._memory = None
+        self._header.close()
         del self._header
         self._groups = ()
         self._release()

@@ -39,6 +39,10 @@ class Header:
         # Taking a lock is the one full memory barrier that Python offers; on x86 it would not be needed.
         self._barrier = threading.Lock()
 
+    def close(self) -> None:
+        """Let go of the page, which must not stay mapped with an error that was raised here. Nothing else is called after this."""
+        del self._words
+
     def write_new(self, nbytes: int) -> None:
         """Make this the header of an empty region of ``nbytes`` payload bytes."""
         self._words[_NBYTES_WORD] = nbytes

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from weightsync.deadline import Deadline
 
@@ -71,10 +70,8 @@ class ReceiveAhead:
         self._receive_seconds += time.perf_counter() - started
 
     def _stop(self) -> None:
-        if self._receiving is None or self._receiving.cancel():
-            return
-        with suppress(Exception):  # the error that ended the run is the one to report
-            self._receiving.result(_GRACE)
+        if self._receiving is not None and not self._receiving.cancel():
+            wait([self._receiving], _GRACE)
 
     def when_idle(self, act: Callable[[], None]) -> None:
         """Call ``act`` now, or when the receiver thread exits if it is still running."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["ModuleAdapter"]
+
+_VOTE = object()
 
 
 class ModuleAdapter(EngineAdapter):
@@ -52,12 +54,13 @@ class ModuleAdapter(EngineAdapter):
         self._fsdp = _fsdp_modules(module)
         ranks = _ranks_of(module) if process_group is None else torch.distributed.get_process_group_ranks(process_group)
         self._in_step = InStep(ranks) if len(ranks) > 1 else None
-        self._entering = threading.Lock()
-        self._changed = threading.Condition()
+        self._entering = threading.RLock()
+        self._lock = threading.RLock()
+        """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
+        self._changed = threading.Condition(self._lock)
         self._paused = False
         self._begun = False  # from begin() to resume(): nothing computes with the module
-        self._users = 0
-        self._votes = False  # whether this rank counts as a user until a vote has ended
+        self._users: dict[object, None] = {}  # and _VOTE until a vote of this rank has ended
         self._loader: ShardLoader | None = None
         self._loader_of: Sequence[Shard] = ()
         self._moved = True  # parameters may have moved; the first load after a pause checks it, once for all buckets
@@ -71,22 +74,24 @@ class ModuleAdapter(EngineAdapter):
             PeerLost: Another rank has left.
             ConfigurationError: This is one of several ranks, and it is not known which enter together.
         """
-        if self._in_step is not None or self.replica_ranks > 1:
-            self._enter_in_step(timeout)
-        else:
-            with self._changed:
-                self._wait_until_free(timeout)
-                self._users += 1
-        try:
+        me = object()
+        try:  # around it all: a signal handler may raise right after the module was taken
+            if self._in_step is not None or self.replica_ranks > 1:
+                self._enter_in_step(me, timeout)
+            else:
+                with self._lock:
+                    self._wait_until_free(timeout)
+                    self._users[me] = None
             yield self.version
         finally:
-            self._release()
+            self._users.pop(me, None)
+            self._notify()
 
     def _wait_until_free(self, timeout: float) -> None:
         if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
             raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
 
-    def _enter_in_step(self, timeout: float) -> None:
+    def _enter_in_step(self, me: object, timeout: float) -> None:
         """Enter when all ranks do.
 
         While ranks wait for one another, none is in use: a pause that comes then goes on. When all are here, each says whether
@@ -99,23 +104,27 @@ class ModuleAdapter(EngineAdapter):
                 "and ranks that wait for one another inside in_use() would wait for ever: give ModuleAdapter(module, "
                 "process_group=...) the group of all ranks of the replica, so that they enter together"
             )
-        if not self._entering.acquire(timeout=timeout):
-            raise DeadlineExceeded(f"another thread waited to use the module for more than {timeout:g} s")
         try:
+            if not self._entering.acquire(timeout=timeout):
+                raise DeadlineExceeded(f"another thread waited to use the module for more than {timeout:g} s")
             agreed = False
             while not agreed:
                 if not others.voting:
-                    with self._changed:
+                    with self._lock:
+                        self._users.pop(_VOTE, None)  # of a call that was interrupted
                         self._wait_until_free(deadline.remaining("waiting for the module"))
                     others.meet(deadline)
-                    with self._changed:
-                        self._votes = not self._paused and not self._users
-                        self._users += self._votes
-                agreed = others.vote(self._votes, deadline)
-                if not agreed and self._votes:
-                    self._release()
+                    with self._lock:
+                        if not self._paused and not self._users:
+                            self._users[_VOTE] = None
+                agreed = others.vote(_VOTE in self._users, deadline)
+                if agreed:
+                    self._users[me] = None
+                self._users.pop(_VOTE, None)
+                self._notify()
         finally:
-            self._entering.release()
+            with suppress(RuntimeError):  # another thread's
+                self._entering.release()
 
     def manifest(self) -> Manifest:
         """Return the manifest of the module's parameters, and of its persistent buffers if included."""
@@ -133,23 +142,24 @@ class ModuleAdapter(EngineAdapter):
         """
         if self._begun:
             return self._followed.now_quickly()
-        with self._changed:
+        me = object()
+        with self._lock:
             if self._users or self._fsdp:
                 return self._followed.last
-            self._users += 1
+            self._users[me] = None
         try:
             return self._followed.now()
         finally:
-            self._release()
+            self._users.pop(me, None)
+            self._notify()
 
-    def _release(self) -> None:
-        with self._changed:
-            self._users -= 1
+    def _notify(self) -> None:
+        with self._lock:
             self._changed.notify_all()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Block new uses until :meth:`resume`, and wait for the current one to end. All modes have the same effect."""
-        with self._changed:
+        with self._lock:
             self._paused = True
             if not self._changed.wait_for(lambda: not self._users, timeout):
                 raise DeadlineExceeded(f"the module was in use for more than {timeout:g} s: in_use() did not end")
@@ -176,7 +186,7 @@ class ModuleAdapter(EngineAdapter):
 
     def resume(self) -> None:
         """Allow the module to be used again."""
-        with self._changed:
+        with self._lock:
             self._paused = self._begun = False
             self._changed.notify_all()
 

@@ -93,6 +93,8 @@ class LiveShards:
 
     def __init__(self, state: State, shards: Sequence[Shard]) -> None:
         self._state = state
+        self._tied: list[tuple[str, int]] = []
+        """Other names of the same memory, each with the number of the tensor that it is."""
         shards = [shard for shard in shards if shard.box.size]
         if isinstance(state, ShardedState):
             self._names = [shard.name for shard in shards]
@@ -103,6 +105,9 @@ class LiveShards:
             self._names = list(dict.fromkeys(names))
             index = {name: number for number, name in enumerate(self._names)}
             tensors, owners = [local[name] for name in self._names], [index[name] for name in names]
+            places = {_place(tensor): number for number, tensor in enumerate(tensors)}
+            tied = [(name, places.get(_place(value))) for name, value in local.items() if value.numel() and name not in index]
+            self._tied = [(name, number) for name, number in tied if number is not None]
         self._owners = np.array(owners, np.int64)
         starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
         self._offsets = np.array([shard.tensor.data_ptr() for shard in shards], np.int64) - starts[self._owners]
@@ -122,6 +127,12 @@ class LiveShards:
             if missing:
                 raise LayoutError(f"{missing[0]} ({len(missing)} in all) is no longer in the state that this trainer was made with")
             held = [local[name] for name in self._names]
+            for name, number in self._tied:
+                if name not in local or _place(local[name]) != _place(held[number]):
+                    raise LayoutError(
+                        f"{name} and {self._names[number]} were the same memory when this rank joined, and are not any more: make "
+                        "a new weightsync.Trainer or weightsync.Engine"
+                    )
         forms = forms_of(held)
         if forms != self._first:
             number = next(i for i, (before, now) in enumerate(zip(self._first, forms, strict=True)) if before != now)
@@ -133,6 +144,10 @@ class LiveShards:
             )
         starts = np.array([tensor.data_ptr() for tensor in held], np.int64)
         return held, tuple((starts[self._owners] + self._offsets).tolist())
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, Form]:
+    return tensor.data_ptr(), forms_of([tensor])[0]
 
 
 def _local(state: Mapping[str, torch.Tensor] | torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -122,3 +122,14 @@ def test_who_cannot_reach_the_other_is_told_what_to_change(offered: Transport, d
     address = SourceAddress("trainer/0", "d" * 32, (Offer(offered.name, "weightsync-gpu-x", this_host(), offered.traits),), _KEY)
     with pytest.raises(TransportUnavailable, match=advice):
         connect(address, [CudaIpc(), SharedMemory(), Tcp()], device, this_host(), Deadline(5))
+
+
+def test_parameters_that_are_not_tied_any_more_are_not_published_in_part() -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    live = LiveShards(model, shards_of(model)[1])
+    model["embed"].weight.data = torch.zeros(8, 4)  # both move
+    live.look()
+    model["head"].weight = torch.nn.Parameter(torch.zeros(8, 4))
+    with pytest.raises(LayoutError, match=r"head\.weight and embed\.weight were the same memory"):
+        live.look()

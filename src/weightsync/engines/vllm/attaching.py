@@ -32,24 +32,28 @@ class _Gate:
 
     def __init__(self, llm: OfflineLLM) -> None:
         self._llm = llm
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
+        self._changed = threading.Condition(self._lock)
         self._calls = threading.Lock()
-        self._busy = False
+        self._user: object = None
         self._paused = False
         self.version: str | None = None
 
     @contextmanager
     def used(self, timeout: float, *, even_paused: bool = False) -> Iterator[str | None]:
         """Use the engine exclusively, and block rounds. ``even_paused`` permits use during a pause, to join and to leave."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._busy and (even_paused or not self._paused), timeout):
-                raise DeadlineExceeded(f"vLLM was paused for an update, or in use, for more than {timeout:g} s")
-            self._busy = True
-        try:
+        me = object()
+        try:  # around it all: a signal handler may raise right after the engine was taken
+            with self._lock:
+                if not self._changed.wait_for(lambda: self._user is None and (even_paused or not self._paused), timeout):
+                    raise DeadlineExceeded(f"vLLM was paused for an update, or in use, for more than {timeout:g} s")
+                self._user = me
             yield self.version
         finally:
-            with self._changed:
-                self._busy = False
+            if self._user is me:
+                self._user = None
+            with self._lock:
                 self._changed.notify_all()
 
     def _call(self, work: Callable[[], T], timeout: float) -> T:
@@ -61,9 +65,9 @@ class _Gate:
             self._calls.release()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        with self._changed:
+        with self._lock:
             self._paused, self.version = True, None  # new users wait from now on
-            if not self._changed.wait_for(lambda: not self._busy, timeout):
+            if not self._changed.wait_for(lambda: self._user is None, timeout):
                 raise DeadlineExceeded(f"vLLM was in use for more than {timeout:.3g} s: in_use() did not end")
 
     def install(self, timeout: float) -> None:
@@ -80,7 +84,7 @@ class _Gate:
         self.version = None if version == UNLABELLED else version
 
     def resume(self, timeout: float) -> None:
-        with self._changed:
+        with self._lock:
             self._paused = False
             self._changed.notify_all()
 

@@ -46,10 +46,10 @@ def _placed_for_any_call() -> AbstractContextManager[None]:
 
 
 def _each_rank_enters_alone() -> AbstractContextManager[None]:
-    def broken(adapter: ModuleAdapter, timeout: float) -> None:
+    def broken(adapter: ModuleAdapter, me: object, timeout: float) -> None:
         with adapter._changed:
             adapter._wait_until_free(timeout)
-            adapter._users += 1
+            adapter._users[me] = None
 
     return replaced((ModuleAdapter, "_enter_in_step", broken))
 

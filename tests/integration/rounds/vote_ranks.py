@@ -51,7 +51,7 @@ def main(rank: int, store: str) -> None:
     with adapter.in_use(SECONDS):
         dist.barrier()  # hangs unless both are inside
     adapter.pause("abort", SECONDS)
-    print(json.dumps({"outcome": outcome, "paused": paused, "users": adapter._users}), flush=True)
+    print(json.dumps({"outcome": outcome, "paused": paused, "users": len(adapter._users)}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

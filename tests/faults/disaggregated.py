@@ -25,7 +25,14 @@ from weightsync.errors import DeadlineExceeded, PeerLost, WeightSyncError
 __all__ = ["DISAGGREGATED", "MUTANT_CASES", "caught", "disaggregated_cases", "run_disaggregated"]
 
 DISAGGREGATED = "disaggregated"
-_TRAINER_LOST = ("rank.join", "updates.begin", "rank.receive", "rank.arrived", "updates.commit", "rank.finish")
+_TRAINER_LOST = (
+    "rank.received.joingroup",
+    "updates.begin",
+    "rank.received.receive",
+    "rank.arrived",
+    "updates.commit",
+    "rank.finish",
+)
 _DEADLINES = (1.5, 4.0, 10.0)  # seconds for an update that meets a fault
 _SLACK = 11.0  # seconds after its deadline: a client waits so long for its own end of a collective that nobody aborts
 _REACHED = 8.0
@@ -35,8 +42,8 @@ _FIRST, _REST = list(NAMES[: len(NAMES) // 2]), list(NAMES[len(NAMES) // 2 :])
 LATE = {
     "late before commit": "rank.load",
     "late after verify": "rank.load",
-    "late order": "rank.receive",
-    "late broadcast": "rank.receive",
+    "late order": "rank.received.receive",
+    "late broadcast": "rank.received.receive",
     "lazy loader": "rank.load",
 }
 """Acts of their own, each with the point that it is about."""
@@ -297,8 +304,8 @@ def _late_into_the_next(scene: _Scene, release: Callable[[int], None]) -> None:
     for group in ("old", "new"):
         scene.command("trainer", do="join", group=group)
     scene.must("/begin_weight_update", weight_version=str(old))
-    held, leaving = scene.hold("rank.load", updated.RANKS), scene.hold("rank.leave", updated.RANKS)
-    scene.hold("rank.leave", updated.RANKS)  # the front orders it once more when the bucket has timed out
+    held, leaving = scene.hold("rank.load", updated.RANKS), scene.hold("rank.received.leavegroup", updated.RANKS)
+    scene.hold("rank.received.leavegroup", updated.RANKS)  # the front orders it once more when the bucket has timed out
     late = scene.ask_for("old", _FIRST)
     scene.command("trainer", do="broadcast", group="old", number=old, names=_FIRST)
     held()
@@ -309,7 +316,7 @@ def _late_into_the_next(scene: _Scene, release: Callable[[int], None]) -> None:
     for names in (_FIRST, _REST):
         scene.send("new", new, names)
     release(new)
-    scene.release("rank.leave")
+    scene.release("rank.received.leavegroup")
     late.result(_SECONDS)
     scene.command("trainer", do="leave", group="old")
 
@@ -338,7 +345,7 @@ def _late_order(scene: _Scene) -> None:
     scene.number = new
     scene.command("trainer", do="join", group="same")
     scene.must("/begin_weight_update", weight_version=str(old))
-    held = scene.hold("rank.receive")
+    held = scene.hold("rank.received.receive")
     late = scene.ask_for("same", _FIRST)
     held()
     scene.must("/destroy_weights_update_group", group_name="same")
@@ -347,7 +354,7 @@ def _late_order(scene: _Scene) -> None:
     scene.command("trainer", do="join", group="same")
     scene.must("/begin_weight_update", weight_version=str(new))
     answered = scene.lay("rank.answer", dict)
-    scene.release("rank.receive")
+    scene.release("rank.received.receive")
     answered.sprung.wait(1.0)  # with a bug it is not answered, but takes the next broadcast
     for names in (_REST, _FIRST):
         scene.send("same", new, names)
@@ -362,7 +369,7 @@ def _late_broadcast(scene: _Scene) -> None:
     for group in ("old", "new"):
         scene.command("trainer", do="join", group=group)
     scene.must("/begin_weight_update", weight_version=str(new))
-    waiting = scene.note("rank.receive", updated.RANKS)
+    waiting = scene.note("rank.received.receive", updated.RANKS)
     late = scene.ask_for("old", _FIRST)
     waiting()
     scene.must("/destroy_weights_update_group", group_name="old")

@@ -63,26 +63,27 @@ SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "eng
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""
 
 UPDATE_POINTS = (
-    "rank.join",
+    "rank.received.joingroup",
     "updates.begin",
-    "rank.pause",
+    "rank.received.pause",
     "rank.paused",
     "updates.bucket",
-    "rank.receive",
+    "rank.received.receive",
     "rank.arrived",
     "rank.load",
     "rank.answer",
     "updates.commit",
-    "rank.verify",
+    "rank.received.verify",
     "updates.verified",
     "rank.finish",
     "rank.flush",
+    "rank.committed",
     "updates.finished",
     "rank.resume",
     "rank.resumed",
     "updates.destroy",
-    "rank.leave",
+    "rank.received.leavegroup",
 )
 """Points of an update from outside (``weightsync.external``), at the server's front and its engine ranks. ``updates.abort`` and
-``rank.quarantine`` exist too, but only a failure reaches them.
+``rank.received.quarantine`` exist too, but only a failure reaches them.
 """

@@ -32,11 +32,14 @@ from tests.faults.stage import Tally
 from tests.faults.weights import MANIFEST, Weights, fill
 
 from weightsync import external, failpoints
+from weightsync.engine import session_front
 from weightsync.model import Version
 from weightsync.protocol.messages import (
     CheckSources,
     Commit,
     EndStream,
+    JoinGroup,
+    LeaveGroup,
     Move,
     MoveWindow,
     OpenStream,
@@ -44,8 +47,10 @@ from weightsync.protocol.messages import (
     Place,
     Prepare,
     Quarantine,
+    Receive,
     Resume,
     Update,
+    Verify,
 )
 from weightsync.transports import registry
 
@@ -108,7 +113,7 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_part_of_the_campaign_of_updates_from_outside() -> None:
-    chosen = ["late", "lazy", "kill/server/rank.load", "stop/server/updates.commit", "kill/trainer/rank.receive"]
+    chosen = ["late", "lazy", "kill/server/rank.load", "stop/server/updates.commit", "kill/trainer/rank.received.receive"]
     only = [text for part in chosen for text in ("--only", part)]
     found = campaign("--transport", DISAGGREGATED, "--soak", "0", *only)
     assert found["schedules"] == len(LATE) + 3
@@ -130,8 +135,10 @@ def test_every_point_of_an_update_from_outside_is_visited_and_every_mutant_has_a
     assert {act for acts in MUTANT_CASES.values() for act in acts} <= set(LATE)
     assert len({case.name for case in disaggregated_cases()}) == len(list(disaggregated_cases()))
     source = "".join(path.read_text() for path in Path(external.__file__).parent.glob("*.py"))
-    reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source))
-    assert reached == {*points.UPDATE_POINTS, "updates.abort", "rank.quarantine"}  # the last two only after a failure
+    reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source)) | _of_a_front("rank")
+    # Commit and Resume begin with points of their own, and Describe changes nothing.
+    reached |= {f"rank.received.{kind.__name__.lower()}" for kind in (JoinGroup, Pause, Receive, Verify, LeaveGroup, Quarantine)}
+    assert reached == {*points.UPDATE_POINTS, "updates.abort", "rank.received.quarantine"}  # the last two only after a failure
 
 
 def test_a_planted_bug_is_taken_out_again() -> None:
@@ -151,6 +158,12 @@ def test_every_point_is_visited_by_every_party_that_has_it() -> None:
     assert len({case.name for case in cases()}) == len(list(cases()))
 
 
+def _of_a_front(prefix: str) -> set[str]:
+    """Points that rounds and updates from outside share."""
+    source = Path(session_front.__file__).read_text()
+    return {f"{prefix}.{point}" for point in re.findall(r'points\.reached\(f"\{self\._points\}\.([a-z]+)"\)', source)}
+
+
 def test_every_point_that_code_reaches_is_one_of_them() -> None:
     parties = ("engine", "trainer", "round")
     package = Path(failpoints.__file__).parent
@@ -158,7 +171,11 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
     to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine, OpenStream, MoveWindow, EndStream, Place)
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
-    assert named | received == EVERY_POINT | {*points.STREAM_POINTS, *points.SOURCE_POINTS, *points.KEYED_POINTS}
+    assert named | received | _of_a_front("engine") == EVERY_POINT | {
+        *points.STREAM_POINTS,
+        *points.SOURCE_POINTS,
+        *points.KEYED_POINTS,
+    }
 
 
 def test_points_cost_nothing_to_speak_of_and_carry_no_gate_here() -> None:

@@ -28,7 +28,7 @@ from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
-from weightsync.external import commands, requests
+from weightsync.external import requests
 from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
 from weightsync.external.checks import check_bucket, check_digests, check_group, parse_version
 from weightsync.model import Layout, Manifest, TensorSpec, Version
@@ -404,13 +404,6 @@ def _updates(data: bytes) -> None:
         check_digests(_MANIFEST, np.zeros(3, np.uint64), np.ones(3, np.bool_), wish.digest, wish.digests)
 
 
-def _commands(data: bytes) -> None:
-    """What a server's front and its ranks say to each other."""
-    for decode in (commands.decode_command, commands.decode_answer):
-        with contextlib.suppress(WeightSyncError):
-            decode(data)
-
-
 _VARIABLES = [
     f"WEIGHTSYNC_{field.upper()}"
     for kind in (ServerSettings, ClientSettings)
@@ -480,6 +473,8 @@ _FRAMES: tuple[messages.Frame, ...] = (
     _hello("engine"),
     Call(1, 2.0, Prepare(_plan())),
     Call(1, 2.0, messages.Publish(3)),
+    Call(0, 3.0, messages.JoinGroup("g", "gloo", "h", 1, 1, 2), update=7),
+    Call(0, 3.0, messages.Receive("g", (messages.Incoming(0, "a", "float32", (4,), 16),)), update=7),
     messages.Refused("PeerLost", "gone"),
     messages.Progress(4),
     messages.Answer(1, messages.Moved(1, b"12345678", 0.0, 0.0, 0.0, "installed")),
@@ -523,9 +518,6 @@ TARGETS: dict[str, Target] = {
     "index": Target(_index, (_json({"metadata": {}, "weight_map": {"w": "a.safetensors"}}),)),
     "updates": Target(
         _updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(requests.BeginRequest(weight_version="7")))
-    ),
-    "commands": Target(
-        _commands, (commands.encode(commands.JoinGroup("g", "gloo", "h", 1, 1, 2, 3.0)), commands.encode(commands.Describe()))
     ),
     "settings": Target(_settings, (b"\0http://[::1]:7400", b"\1" + b"8", b"\2" + b"1.5GiB", b"\3Bearer the-token")),
     "rounds": Target(_rounds, (b"{}", b'{"replicas": ["a"], "timeout": 2.5}')),

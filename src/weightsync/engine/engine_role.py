@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +19,8 @@ from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.fill.windows import WindowReceiver
 from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
-from weightsync.engine.session import EngineSession, State, Ticket
+from weightsync.engine.session import EngineSession, State
+from weightsync.engine.session_front import SessionFront
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
 from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
@@ -30,7 +29,6 @@ from weightsync.protocol.messages import (
     Body,
     CheckSources,
     Commit,
-    Done,
     EndStream,
     Host,
     Move,
@@ -43,13 +41,11 @@ from weightsync.protocol.messages import (
     PlanSlice,
     Prepare,
     Prepared,
-    Quarantine,
     Resume,
     Update,
     Updated,
     WindowMoved,
 )
-from weightsync.protocol.worker import IncomingCall
 from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants
@@ -72,7 +68,7 @@ class _ParameterMemory:
     views: Views
 
 
-class EngineRole:
+class EngineRole(SessionFront):
     """Runs one engine rank through rounds, on behalf of the coordinator.
 
     It prepares fillers and fills the engine's memory. What must never happen, whatever the coordinator says, its
@@ -80,9 +76,6 @@ class EngineRole:
 
     ``alone`` says that this rank is its whole replica, ``member`` names it in errors.
     """
-
-    turn_seconds = 5.0
-    """Seconds after which a call that still waits for its turn is refused."""
 
     def __init__(
         self,
@@ -103,11 +96,10 @@ class EngineRole:
         self._preparing: Filler | WindowReceiver | None = None
         self._windows: WindowReceiver | None = None
         self._served: ServedWeights | None = None
-        self.session = EngineSession(adapter, member, self._abort_work, self._withdraw)
-        self._handlers: dict[type, Callable[[Any, Deadline], Body | None]] = {
+        super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw))
+        self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
-            Place: self._place, CheckSources: self._check_sources, Pause: self._pause, Move: self._move, Commit: self._commit,
-            Resume: self._resume, Update: self._update,
+            Place: self._place, CheckSources: self._check_sources, Pause: self._pause, Move: self._move, Update: self._update,
         }  # fmt: skip
         self.transports = transports_for(transports, encrypted)
         self.here = here
@@ -177,42 +169,9 @@ class EngineRole:
         if self._served is not None:
             self._served.withdraw()
 
-    def receive(self, body: Body) -> IncomingCall:
-        """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
-        aborts = isinstance(body, Quarantine)
-        reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
-        ticket = self.session.receive(type(body).__name__, aborts=aborts, reason=reason)
-        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, body), self.turn_seconds)
-
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator that arrives now."""
-        return self.receive(body).run(timeout)
-
-    def _run(self, body: Body, ticket: Ticket, timeout: float) -> Body:
-        """Run a call that was received. Raises :class:`~weightsync.errors.Aborted` if it was aborted since it arrived.
-
-        One at a time, except :class:`Quarantine`, which may come from another thread while a move runs and ends it.
-        """
-        deadline = Deadline(timeout)
-        failpoints.reached(f"engine.received.{type(body).__name__.lower()}")
-        if isinstance(body, Quarantine):
-            self.session.quarantine(ticket, deadline)
-            return Done()
-        with self.session.turn(ticket, deadline):
-            self.session.check_abort()
-            return self._answer(body, deadline)
-
-    def _given_up(self, body: Body) -> str:
-        """The caller has given up: abort the call, unless it is a quarantine. Returns what the rank is doing."""
-        if not isinstance(body, Quarantine):
-            self.session.abort(None)
-        return self.session.occupation
-
-    def _answer(self, body: Body, deadline: Deadline) -> Body:
-        handler = self._handlers.get(type(body))
-        if handler is None:
-            raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
-        return handler(body, deadline) or Done()
+        return self.answer(body, timeout)
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
         if body.plan.delivery == "streamed" and not self.adapter.can_load:
@@ -375,20 +334,6 @@ class EngineRole:
         views, shards = None if self._memory is None else self._memory.views, self.session.shards("follow")
         if views is not None and not views.are_of([shard.tensor for shard in shards or ()]):
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
-
-    def _commit(self, body: Commit, deadline: Deadline) -> None:
-        self.session.require("written")
-        failpoints.reached("engine.finish")
-        self.session.finish(body.version)
-        failpoints.reached("engine.flush")
-        self.session.commit(body.version)
-        failpoints.reached("engine.committed")
-
-    def _resume(self, body: Resume, deadline: Deadline) -> None:
-        self.session.require("committed")
-        failpoints.reached("engine.resume")
-        with self.session.resuming(deadline):
-            failpoints.reached("engine.resumed")
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""

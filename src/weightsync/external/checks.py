@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,10 +19,10 @@ from weightsync.errors import ConfigurationError, ManifestMismatch, Verification
 from weightsync.external.requests import InitGroupRequest, Tensors, UpdateRequest
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
+from weightsync.protocol.messages import Incoming
 
 __all__ = [
     "Committed",
-    "Incoming",
     "Packing",
     "check_address",
     "check_bucket",
@@ -38,18 +37,6 @@ Packing = Literal["elements", "bytes"]
 """How a flattened bucket is laid out: LMDeploy's, of one dtype, or SGLang's, of bytes. See :func:`check_bucket`."""
 
 _SHOWN = 5
-
-
-class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a bucket, as it was checked."""
-
-    index: int
-    """In the manifest."""
-    name: str
-    """As it was sent; perhaps an alias of the manifest's."""
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 def check_group(request: InitGroupRequest, ranks: int, known: Collection[str], backends: Collection[str]) -> None:

@@ -15,36 +15,35 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession, Ticket
+from weightsync.engine.session_front import SessionFront
 from weightsync.errors import (
     ConfigurationError,
     DeadlineExceeded,
     MembershipError,
     PeerLost,
+    ProtocolError,
     WeightSyncError,
     to_wire,
 )
-from weightsync.external.checks import Incoming
-from weightsync.external.commands import (
-    Command,
-    CommandAnswer,
-    CommandDone,
-    CommandFailed,
+from weightsync.model import Box, Manifest
+from weightsync.protocol.messages import (
+    Answer,
+    Call,
     Describe,
     Described,
     Digested,
-    Finish,
+    Failure,
+    Frame,
+    Incoming,
     JoinGroup,
     LeaveGroup,
-    PauseRank,
-    QuarantineRank,
+    Pause,
     Receive,
-    ResumeRank,
-    Step,
+    Received,
     Verify,
-    decode_command,
+    decode,
     encode,
-)
-from weightsync.model import Box, Manifest, PauseMode
+)  # fmt: skip
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 
@@ -54,8 +53,8 @@ _log = logging.getLogger(__name__)
 _ALIGNMENT = 512
 
 
-class DisaggregatedRank:
-    """Executes the commands of the server's front on one engine rank.
+class DisaggregatedRank(SessionFront):
+    """Answers the calls of the server's front for one engine rank.
 
     :meth:`handle` is thread-safe. Several groups may receive at the same time; the adapter's methods are still called one at a
     time. ``draft`` takes the tensors whose names begin with ``draft_prefix``. ``reset_graphs`` is called when an update is
@@ -68,6 +67,8 @@ class DisaggregatedRank:
     Raises:
         ConfigurationError: An adapter has no ``load``.
     """
+
+    _points = "rank"
 
     def __init__(
         self,
@@ -82,28 +83,36 @@ class DisaggregatedRank:
         for loading in (adapter, draft):
             if loading is not None and not loading.can_load:
                 raise ConfigurationError(f"updates from outside are loaded by load(), and the {loading.name} adapter has none")
+        member = f"rank {rank} of updates from outside"
+        super().__init__(EngineSession(adapter, member, draft=draft, draft_prefix=draft_prefix), reset_graphs)
+        self._handlers |= {Pause: self._pause, Verify: self._verify}
+        self._at_once |= {Describe: self._describe, JoinGroup: self._join, LeaveGroup: self._leave, Receive: self._receive}
         self.rank = rank
-        self.session = EngineSession(adapter, f"rank {rank} of updates from outside", draft=draft, draft_prefix=draft_prefix)
         self.manifest: Manifest = self.session.manifest
         self._device = torch.device(device)
-        self._reset_graphs = reset_graphs
+        nccl = self._device.type == "cuda" and torch.distributed.is_nccl_available()
+        self.backends = ("gloo", "nccl") if nccl else ("gloo",)
         self._groups: dict[str, ProcessGroup] = {}
         self._joining: dict[str, JoinGroup] = {}
         self._table = threading.Lock()
         self._received = np.zeros(len(self.manifest), np.uint64)
-        self._known = np.zeros(len(self.manifest), np.bool_)
+        self.known = np.zeros(len(self.manifest), np.bool_)
+        """Which tensors of the manifest this update has received and loaded."""
 
     def handle(self, message: bytes) -> bytes:
-        """Execute one encoded command. Never raises: the answer says what failed."""
+        """Answer one encoded call. Never raises: the answer says what failed."""
+        frame: Frame
         try:
-            answer = self.obey(decode_command(message))
-        except WeightSyncError as error:
-            answer = CommandFailed(*to_wire(error))
+            call = decode(message)
+            if not isinstance(call, Call):
+                raise ProtocolError(f"a {type(call).__name__} frame is not a call")
+            frame = Answer(call.id, self.answer(call.body, call.timeout, call.update))
         except Exception as error:  # noqa: BLE001 - it crosses to the front, and is logged here
-            _log.exception("rank %d of a disaggregated update failed", self.rank)
-            answer = CommandFailed(*to_wire(error))
+            if not isinstance(error, WeightSyncError):
+                _log.exception("rank %d of a disaggregated update failed", self.rank)
+            frame = Failure(0, *to_wire(error))
         failpoints.reached("rank.answer")
-        return encode(answer)
+        return encode(frame)
 
     def close(self) -> None:
         """Leave all groups. The engine stays as it is."""
@@ -113,122 +122,76 @@ class DisaggregatedRank:
         for group in groups:
             group.close()
 
-    def obey(self, command: Command) -> CommandAnswer:
-        """Execute one command. Raises what failed."""
-        match command:
-            case Describe():
-                nccl = self._device.type == "cuda" and torch.distributed.is_nccl_available()
-                return Described(self.manifest.tensors, ("gloo", "nccl") if nccl else ("gloo",))
-            case JoinGroup():
-                self._join(command)
-                return CommandDone()
-            case LeaveGroup():
-                failpoints.reached("rank.leave")
-                with self._table:
-                    group = self._groups.pop(command.name, None)
-                    self._joining.pop(command.name, None)
-                if group is not None:
-                    group.close()
-                return CommandDone()
-        call = self.session.receive(type(command).__name__, command.update, aborts=isinstance(command, QuarantineRank))
-        return self._update(command, call, Deadline(command.timeout))
+    def _describe(self, body: Describe, call: Ticket, deadline: Deadline) -> Described:
+        return Described(self.manifest.tensors, self.backends)
 
-    def _update(self, command: Step, call: Ticket, deadline: Deadline) -> CommandAnswer:
-        match command:
-            case PauseRank():
-                failpoints.reached("rank.pause")
-                with self.session.turn(call, deadline):
-                    self._pause(command.mode, deadline)
-                failpoints.reached("rank.paused")
-            case Receive():
-                return CommandDone(self._receive(command, call, deadline))
-            case Verify():
-                failpoints.reached("rank.verify")
-                with self.session.turn(call, deadline):
-                    self.session.require("paused", "written")
-                    answer = self._verify(deadline)
-                    self.session.end_writing()
-                    return answer
-            case Finish():
-                failpoints.reached("rank.finish")
-                with self.session.turn(call, deadline):
-                    self.session.finish(command.version)
-                    self._reset_graphs()
-                    failpoints.reached("rank.flush")
-                    self.session.commit(command.version)
-            case ResumeRank():
-                failpoints.reached("rank.resume")
-                with self.session.turn(call, deadline), self.session.resuming(deadline):
-                    failpoints.reached("rank.resumed")
-            case QuarantineRank():
-                failpoints.reached("rank.quarantine")
-                self.session.quarantine(call, deadline)
-        return CommandDone()
-
-    def _join(self, command: JoinGroup) -> None:
-        failpoints.reached("rank.join")
+    def _join(self, body: JoinGroup, call: Ticket, deadline: Deadline) -> None:
         with self._table:
-            if command.name in self._groups or command.name in self._joining:
-                raise MembershipError(f"group {command.name!r} is already initialized")
-            self._joining[command.name] = command
+            if body.name in self._groups or body.name in self._joining:
+                raise MembershipError(f"group {body.name!r} is already initialized")
+            self._joining[body.name] = body
         group: ProcessGroup | None = None
         try:
-            group = self._meet(command)
+            group = self._meet(body, deadline)
         finally:
             with self._table:
-                wanted = self._joining.get(command.name) is command
+                wanted = self._joining.get(body.name) is body
                 if wanted:
-                    del self._joining[command.name]
+                    del self._joining[body.name]
                 if wanted and group is not None:
-                    self._groups[command.name] = group
+                    self._groups[body.name] = group
         if not wanted:
             group.close()
-            raise MembershipError(f"group {command.name!r} was destroyed while this rank joined it")
+            raise MembershipError(f"group {body.name!r} was destroyed while this rank joined it")
 
-    def _meet(self, command: JoinGroup) -> ProcessGroup:
+    def _leave(self, body: LeaveGroup, call: Ticket, deadline: Deadline) -> None:
+        with self._table:
+            group = self._groups.pop(body.name, None)
+            self._joining.pop(body.name, None)
+        if group is not None:
+            group.close()
+
+    def _meet(self, body: JoinGroup, deadline: Deadline) -> ProcessGroup:
         """Join the group. Every failure at the other end raises the same error, which reveals nothing about the address."""
         try:
             return init_custom_process_group(
-                cast(Any, command.backend),
-                command.rank_offset + self.rank,
-                command.world_size,
-                command.name,
-                Deadline(command.timeout),
-                address=command.address,
-                port=command.port,
-                device=self._device if command.backend == "nccl" else None,
+                cast(Any, body.backend),
+                body.rank_offset + self.rank,
+                body.world_size,
+                body.name,
+                deadline,
+                address=body.address,
+                port=body.port,
+                device=self._device if body.backend == "nccl" else None,
             )
         except (DeadlineExceeded, PeerLost) as error:
-            _log.warning(
-                "rank %d could not join group %r at %s:%d: %s", self.rank, command.name, command.address, command.port, error
-            )
+            _log.warning("rank %d could not join group %r at %s:%d: %s", self.rank, body.name, body.address, body.port, error)
             raise PeerLost(
-                f"group {command.name!r} did not come about within {command.timeout:g} s; the log of this engine rank says why"
+                f"group {body.name!r} did not come about within {deadline.seconds:g} s; the log of this engine rank says why"
             ) from None
 
-    def _pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        self.session.check_abort()
-        self.session.pause(mode, deadline.remaining("pausing"))
+    def _pause(self, body: Pause, deadline: Deadline) -> None:
+        self.session.pause(body.mode, deadline.remaining("pausing"))
         with self.session.writing(then="paused"):
             self.session.begin()
-        self._known[:] = False
+        self.known[:] = False
+        failpoints.reached("rank.paused")
 
-    def _receive(self, command: Receive, call: Ticket, deadline: Deadline) -> int:
-        failpoints.reached("rank.receive")
+    def _receive(self, body: Receive, call: Ticket, deadline: Deadline) -> Received:
         with self._table:
-            group = self._groups.get(command.group)
+            group = self._groups.get(body.group)
         if group is None or group.closed:
-            raise MembershipError(f"group {command.group!r} is not initialized, or broke")
+            raise MembershipError(f"group {body.group!r} is not initialized, or broke")
         self.session.check(call, "paused", "writing")  # another group's bucket, which ends before this one is loaded
         device = self._device if group.backend == "nccl" else torch.device("cpu")
-        memory, tensors = _stage(command, device)
+        memory, tensors = _stage(body, device)
         group.broadcast(memory, deadline)
         failpoints.reached("rank.arrived")
-        if command.flattened:
-            tensors = _unflatten(memory[0], command.tensors) if memory else []
+        if body.flattened:
+            tensors = _unflatten(memory[0], body.tensors) if memory else []
         arrived = [  # under the names that the loaders know: a sender may use the aliases
             Shard(self.manifest[incoming.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
-            for incoming, tensor in zip(command.tensors, tensors, strict=True)
+            for incoming, tensor in zip(body.tensors, tensors, strict=True)
         ]
         # Of a tensor that came under several of its names, the last is what a loader leaves.
         digested = ReadBack(self.manifest).digests(list({shard.name: shard for shard in arrived}.values()), deadline)
@@ -236,39 +199,42 @@ class DisaggregatedRank:
         with self.session.turn(call, deadline):
             self.session.require("paused")
             if group.closed:
-                raise PeerLost(f"group {command.group!r} was destroyed while a bucket of it arrived; the bucket was not loaded")
+                raise PeerLost(f"group {body.group!r} was destroyed while a bucket of it arrived; the bucket was not loaded")
             with self.session.writing(then="paused"):
                 self.session.load([(named.name, named.tensor) for named in arrived])
             if digested is not None:
                 self._received[digested[0]] = digested[1]
-            self._known[[tensor.index for tensor in command.tensors]] = True
-        return sum(tensor.nbytes for tensor in command.tensors)
+            self.known[[tensor.index for tensor in body.tensors]] = True
+        return Received(sum(tensor.nbytes for tensor in body.tensors))
 
-    def _verify(self, deadline: Deadline) -> Digested:
-        """Digest the parameters themselves if all tensors that were sent can be read back, else report what was received."""
-        sent = self._known & np.array([spec.size > 0 for spec in self.manifest])
+    def _verify(self, body: Verify, deadline: Deadline) -> Digested:
+        """Digest the parameters themselves if all tensors that were sent can be read back; otherwise report what was received."""
+        self.session.require("paused", "written")
+        sent = self.known & np.array([spec.size > 0 for spec in self.manifest])
         digested = self.session.read_back(deadline)
         held = np.zeros(len(self.manifest), np.uint64)
-        if digested is not None and not np.any(np.delete(sent, digested[0])):
+        installed = digested is not None and not np.any(np.delete(sent, digested[0]))
+        if digested is not None and installed:
             held[digested[0]] = digested[1]
-            return Digested(held.astype("<u8").tobytes(), True)
-        held[self._known] = self._received[self._known]
-        return Digested(held.astype("<u8").tobytes(), False)
+        else:
+            held[self.known] = self._received[self.known]
+        self.session.end_writing()
+        return Digested(held.astype("<u8").tobytes(), installed)
 
 
-def _stage(order: Receive, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _stage(bucket: Receive, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Memory for the collectives, in their order, and the tensors in it, where each has a collective of its own."""
-    if order.flattened:
-        total = sum(tensor.nbytes for tensor in order.tensors)
-        return ([torch.empty(total, dtype=torch.uint8, device=device)] if order.tensors else []), []
+    if bucket.flattened:
+        total = sum(tensor.nbytes for tensor in bucket.tensors)
+        return ([torch.empty(total, dtype=torch.uint8, device=device)] if bucket.tensors else []), []
     places, end = [], 0
-    for tensor in order.tensors:
+    for tensor in bucket.tensors:
         places.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = torch.empty(end, dtype=torch.uint8, device=device)
     tensors = [
         memory[place : place + tensor.nbytes].view(torch_dtype(tensor.dtype)).view(tensor.shape)
-        for tensor, place in zip(order.tensors, places, strict=True)
+        for tensor, place in zip(bucket.tensors, places, strict=True)
     ]
     return tensors, tensors
 

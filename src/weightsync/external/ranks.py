@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
-from weightsync.external.commands import Command, CommandAnswer, CommandFailed, decode_answer, encode
+from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError, from_wire
 from weightsync.external.rank import DisaggregatedRank
+from weightsync.protocol.messages import Answer, Body, Call, Failure, decode, encode
 
-__all__ = ["LocalRanks", "Ranks", "tell_all"]
+__all__ = ["LocalRanks", "Ranks", "ask_all"]
 
 _GRACE = 2.0
 """Seconds beyond an order's own timeout in which a rank says that it was late, before the front says it instead."""
@@ -64,29 +64,28 @@ class LocalRanks:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def tell_all(ranks: Ranks, command: Command, timeout: float, kind: type[T]) -> list[T]:
-    """Every rank's answer, all of type ``kind``.
+async def ask_all(ranks: Ranks, body: Body, timeout: float, kind: type[T], update: int = 0) -> list[T]:
+    """Every rank's answer to ``body``, all of type ``kind``.
 
     Raises one error that gathers every rank's failure, ``rank0: ... | rank1: ...``, of their common class if they have one.
     """
-    answers: list[CommandAnswer | None] = []
-    for data in await ranks.send(encode(command), timeout + _GRACE):
-        answers.append(None if data is None else decode_answer(data))
+    answers = await ranks.send(encode(Call(0, timeout, body, update=update)), timeout + _GRACE)
     if len(answers) != ranks.count:
         raise ProtocolError(f"{ranks.count} engine ranks, but {len(answers)} answers")
-    failures: list[tuple[int, WeightSyncError]] = []
+    failures: dict[int, WeightSyncError] = {}
     good: list[T] = []
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, kind):
-            good.append(answer)
-        elif isinstance(answer, CommandFailed):
-            failures.append((rank, answer.error()))
-        elif answer is None:
-            failures.append((rank, DeadlineExceeded(f"no answer within {timeout:g} s")))
-        else:
-            failures.append((rank, ProtocolError(f"answered {type(answer).__name__}")))
+    for rank, data in enumerate(answers):
+        match None if data is None else decode(data):
+            case Answer(body=answer) if isinstance(answer, kind):
+                good.append(answer)
+            case Failure(kind=name, message=text):
+                failures[rank] = from_wire(name, text)
+            case None:
+                failures[rank] = DeadlineExceeded(f"no answer within {timeout:g} s")
+            case frame:
+                failures[rank] = ProtocolError(f"answered {type(frame.body if isinstance(frame, Answer) else frame).__name__}")
     if failures:
-        kinds = {type(error) for _, error in failures}
+        kinds = {type(error) for error in failures.values()}
         raised = kinds.pop() if len(kinds) == 1 else WeightSyncError
-        raise raised(" | ".join(f"rank{rank}: {error}" for rank, error in failures))
+        raise raised(" | ".join(f"rank{rank}: {error}" for rank, error in failures.items()))
     return good

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from weightsync.model import PauseMode
+from weightsync.protocol.messages import Incoming, JoinGroup, Receive
 
 __all__ = [
     "AbortRequest",
@@ -47,7 +48,12 @@ class InitGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     group_name: GroupName = DEFAULT_GROUP
     backend: Literal["nccl", "gloo"] = "nccl"
     timeout: Seconds | None = None
-    """Seconds until everybody must be there. Ours; the server's own limit if not given, and never more than that."""
+    """Seconds until all ranks must be there. Ours; the server's own limit if not given, and never more than that."""
+
+    def message(self) -> JoinGroup:
+        """Return the message to the engine ranks."""
+        place = self.master_address, self.master_port
+        return JoinGroup(self.group_name, self.backend, *place, self.rank_offset, self.world_size)
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +73,10 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[Name, Digest] | None = None
     """Ours, with ``finished``: the digest of each tensor."""
     timeout: Seconds | None = None
+
+    def message(self, tensors: tuple[Incoming, ...]) -> Receive:
+        """Return the message to the engine ranks, for the checked tensors of this bucket."""
+        return Receive(self.group_name, tensors, self.load_format is not None)
 
 
 class DestroyRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,7 +15,6 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigurationError,
-    DeadlineExceeded,
     LoadError,
     ManifestMismatch,
     MembershipError,
@@ -24,26 +23,30 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.external import checks, requests
-from weightsync.external.commands import (
-    CommandDone,
+from weightsync.external.ranks import Ranks, ask_all
+from weightsync.model import Manifest, PauseMode, Version, fold, label_of
+from weightsync.protocol.messages import (
+    Body,
+    Commit,
     Describe,
     Described,
     Digested,
-    Finish,
-    JoinGroup,
+    Done,
+    Incoming,
     LeaveGroup,
-    PauseRank,
-    QuarantineRank,
-    Receive,
-    ResumeRank,
+    Pause,
+    Quarantine,
+    Received,
+    Resume,
     Verify,
 )
-from weightsync.external.ranks import Ranks, tell_all
-from weightsync.model import Manifest, PauseMode, Version, fold, label_of
 
 __all__ = ["Settings", "WeightUpdates"]
 
 Known = npt.NDArray[np.bool_]
+_Claims = requests.UpdateRequest | requests.CommitRequest
+"""Says what the sender's digests are."""
+T = TypeVar("T")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +86,11 @@ class _OpenUpdate:
         self.error: str | None = None
         self.busy = 0
 
+    def check_failure(self) -> None:
+        """Raise :class:`~weightsync.errors.ConfigurationError` if a bucket of this update failed."""
+        if self.error is not None:
+            raise ConfigurationError(f"this update failed ({self.error}): end or abort it, then send everything again")
+
 
 class _GroupState:
     """One group of a name; a later one of the same name is another."""
@@ -114,10 +122,13 @@ class WeightUpdates:
         """What the engine serves; ``None`` before the first update, during one, and after one that failed."""
         return self._last if self._update is None and self._dirty is None else None
 
+    async def _tell(self, body: Body, timeout: float, update: int = 0) -> None:
+        await ask_all(self._ranks, body, timeout, Done, update)
+
     async def manifest(self) -> Manifest:
         """The tensors that may arrive; asked of the ranks once. Raises if they disagree."""
         if self._manifest is None:
-            described = await tell_all(self._ranks, Describe(), self.settings.init_timeout, Described)
+            described = await ask_all(self._ranks, Describe(), self.settings.init_timeout, Described)
             first = Manifest(described[0].tensors)
             for rank, other in enumerate(described[1:], 1):
                 first.check_same(Manifest(other.tensors), f"engine rank {rank}")
@@ -151,10 +162,7 @@ class WeightUpdates:
         name = request.group_name
         group = self._groups[name] = _GroupState()
         try:
-            join = JoinGroup(
-                name, request.backend, request.master_address, request.master_port, request.rank_offset, request.world_size, timeout
-            )
-            await tell_all(self._ranks, join, timeout, CommandDone)
+            await self._tell(request.message(), timeout)
         except BaseException:
             with suppress(WeightSyncError):  # the failure to join says more
                 await self._leave(name)
@@ -171,7 +179,7 @@ class WeightUpdates:
 
     async def _leave(self, name: str) -> None:
         try:
-            await tell_all(self._ranks, LeaveGroup(name), self.settings.leave_timeout, CommandDone)
+            await self._tell(LeaveGroup(name), self.settings.leave_timeout)
         finally:
             self._groups.pop(name, None)
 
@@ -219,7 +227,7 @@ class WeightUpdates:
         pausing = min(deadline.remaining("pausing"), self.settings.bucket_timeout)
         self._update, number = None, secrets.randbits(63)
         try:
-            await tell_all(self._ranks, PauseRank(mode or self.settings.pause_mode, pausing, number), pausing, CommandDone)
+            await self._tell(Pause(mode or self.settings.pause_mode), pausing, number)
         except BaseException as error:
             self._fail(f"pausing failed: {error}")
             raise
@@ -238,63 +246,53 @@ class WeightUpdates:
         failpoints.reached("updates.bucket")
         group.state = "busy"
         try:
-            return await self._take(request, manifest, tensors, group)
+            async with self._lock:
+                update = await self._update_of(request, manifest, tensors)
+                update.busy += 1
+            try:
+                if tensors:
+                    await self._receive(request, tensors, update, group)
+            finally:
+                update.busy -= 1
+            if not request.finished:
+                return f"received and loaded {len(tensors)} tensors"
+            return await self._commit(update, request)
         finally:
             group.state = "ready"
 
-    async def _take(
-        self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[checks.Incoming, ...], group: _GroupState
-    ) -> str:
-        async with self._lock:
-            self._drop_overdue()
-            update = self._update
-            if update is not None and update.error is not None:
-                raise ConfigurationError(f"this update failed ({update.error}): end or abort it, then send everything again")
-            if request.finished:
-                self._check_finish(request, manifest, tensors, update)
-            if update is None:
-                update = await self._open(None, None, explicit=False, partial=False, label=request.weight_version)
-            update.label = request.weight_version or update.label
-            update.busy += 1
-        try:
-            if tensors:
-                await self._receive(request, tensors, update, group)
-        finally:
-            update.busy -= 1
-        if not request.finished:
-            return f"received and loaded {len(tensors)} tensors"
-        return await self._commit(update, request.digest, request.digests)
-
-    def _check_finish(
-        self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[checks.Incoming, ...], update: _OpenUpdate | None
-    ) -> None:
-        """Before the collective of the last bucket: what would make the commit after it impossible."""
-        if update is not None and update.explicit:
-            raise ConfigurationError("this update was begun explicitly: commit or end it explicitly, not by finished=true")
-        known = np.zeros(len(manifest), np.bool_) if update is None else update.known.copy()
-        known[[tensor.index for tensor in tensors]] = True
-        self._check_complete(manifest, known, partial=False)
-        self._check_digest(manifest, known, request.digest, request.digests)
+    async def _update_of(self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[Incoming, ...]) -> _OpenUpdate:
+        """The update that a bucket belongs to; the first one begins it. Refuses what would make a commit after it impossible."""
+        self._drop_overdue()
+        update = self._update
+        if update is not None:
+            update.check_failure()
+        if request.finished:
+            if update is not None and update.explicit:
+                raise ConfigurationError("this update was begun explicitly: commit or end it explicitly, not by finished=true")
+            known = np.zeros(len(manifest), np.bool_) if update is None else update.known.copy()
+            known[[tensor.index for tensor in tensors]] = True
+            self._check_claims(manifest, known, request, partial=False)
+        if update is None:
+            update = await self._open(None, None, explicit=False, partial=False, label=request.weight_version)
+        update.label = request.weight_version or update.label
+        return update
 
     async def _receive(
-        self, request: requests.UpdateRequest, tensors: tuple[checks.Incoming, ...], update: _OpenUpdate, group: _GroupState
+        self, request: requests.UpdateRequest, tensors: tuple[Incoming, ...], update: _OpenUpdate, group: _GroupState
     ) -> None:
         limit = min(request.timeout or self.settings.bucket_timeout, self.settings.bucket_timeout)
         timeout = min(limit, update.deadline.remaining("the update"))
-        order = Receive(request.group_name, tensors, request.load_format is not None, timeout, update.number)
         try:
-            done = await tell_all(self._ranks, order, timeout, CommandDone)
-            short = [rank for rank, answer in enumerate(done) if answer.nbytes != sum(t.nbytes for t in tensors)]
+            received = await ask_all(self._ranks, request.message(tensors), timeout, Received, update.number)
+            short = [rank for rank, answer in enumerate(received) if answer.nbytes != sum(t.nbytes for t in tensors)]
             if short:
                 raise LoadError(f"ranks {short} received fewer bytes than were sent")
             if self._update is not update:
                 raise ConfigurationError("the update ended while this bucket arrived; the bucket is part of no other")
         except BaseException as error:
             update.error = str(error) or type(error).__name__
-            if self._update is update:  # another that was begun meanwhile is not touched by it
-                self._fail(update.error)
-                if not update.explicit:
-                    self._update = None
+            if self._update is update:  # another that was begun since is not touched by it
+                self._fail(update.error, end=not update.explicit)
             # After a loader's error all ranks still stand at the same collective.
             if not isinstance(error, LoadError) and self._groups.get(request.group_name) is group:
                 with suppress(WeightSyncError):  # what made the bucket fail says more
@@ -306,10 +304,9 @@ class WeightUpdates:
         """Verify, finalize, flush, label, resume."""
         async with self._lock:
             update = self._running()
-        if update.error is not None:
-            raise ConfigurationError(f"this update failed ({update.error}): end or abort it, then send everything again")
+        update.check_failure()
         update.label = request.weight_version or update.label
-        return await self._commit(update, request.digest, request.digests)
+        return await self._commit(update, request)
 
     async def end(self) -> str:
         """SGLang's end: a commit of what came, or the end of an update that failed."""
@@ -319,10 +316,9 @@ class WeightUpdates:
                 self._update = None
                 return f"the update that failed ({update.error}) is over; the engine stays paused until one is committed"
         try:
-            return await self._commit(update, None, None)
+            return await self._commit(update, requests.CommitRequest())
         except WeightSyncError as error:
             if self._update is update:  # refused, not failed: SGLang's end ends it all the same
-                self._update = None
                 self._fail(str(error))
             raise
 
@@ -331,11 +327,10 @@ class WeightUpdates:
         failpoints.reached("updates.abort")
         async with self._lock:
             self._running()
-            self._update = None
             self._fail("the last update was aborted")
         return "the update is aborted; the engine stays paused until one is committed"
 
-    async def _commit(self, update: _OpenUpdate, digest: str | None, digests: dict[str, str] | None) -> str:
+    async def _commit(self, update: _OpenUpdate, claims: _Claims) -> str:
         manifest = await self.manifest()
         failpoints.reached("updates.commit")
         async with self._lock:
@@ -343,40 +338,26 @@ class WeightUpdates:
                 raise ConfigurationError("the update ended meanwhile")
             if update.busy:
                 raise ConfigurationError("a bucket of this update still arrives; commit it when all are answered")
-            self._check_complete(manifest, update.known, partial=update.partial)
-            self._check_digest(manifest, update.known, digest, digests)
+            self._check_claims(manifest, update.known, claims, partial=update.partial)
             name = self._parse(update.label)
             try:
-                return await self._verify_and_resume(update, manifest, name, digest, digests)
+                return await self._finalize(update, manifest, name, claims)
             except BaseException as error:
-                self._update = None
                 self._fail(str(error) or type(error).__name__)
-                await self._quarantine(update)
+                with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
+                    # One rank may have resumed before another failed to.
+                    await self._tell(Quarantine("the update failed"), self.settings.leave_timeout, update.number)
                 raise
 
-    async def _quarantine(self, update: _OpenUpdate) -> None:
-        """Pause again: one rank may have resumed before another failed to."""
-        with suppress(WeightSyncError):  # a rank that cannot be paused is already reported
-            order = QuarantineRank(self.settings.leave_timeout, update.number)
-            await tell_all(self._ranks, order, self.settings.leave_timeout, CommandDone)
-
-    async def _verify_and_resume(
-        self,
-        update: _OpenUpdate,
-        manifest: Manifest,
-        name: tuple[str, int, int],
-        digest: str | None,
-        digests: dict[str, str] | None,
-    ) -> str:
+    async def _finalize(self, update: _OpenUpdate, manifest: Manifest, name: tuple[str, int, int], claims: _Claims) -> str:
         wrong, folds, whole = [], [], []
-        timeout = self._step_seconds(update)
-        held = await tell_all(self._ranks, Verify(update.number, timeout), timeout, Digested)
-        for rank, item in enumerate(held):
-            values = np.frombuffer(item.digests, "<u8").astype(np.uint64)
+        held = await self._step(update, Verify(), Digested)
+        for rank, answer in enumerate(held):
+            values = np.frombuffer(answer.digests, "<u8").astype(np.uint64)
             if len(values) != len(manifest):
                 raise VerificationError(f"rank{rank}: {len(values)} digests for {len(manifest)} tensors")
             try:
-                checks.check_digests(manifest, values, update.known, digest, digests)
+                checks.check_digests(manifest, values, update.known, claims.digest, claims.digests)
                 whole.append(self._committed.complete(manifest, values, update.known))
                 folds.append(fold(whole[-1]))
             except VerificationError as error:
@@ -389,36 +370,34 @@ class WeightUpdates:
             )
         run, number, epoch = name
         version = Version(run, number, manifest.fingerprint, folds[0], epoch)
-        verified = digest is not None or digests is not None
-        installed = all(item.installed for item in held)
+        verified = claims.digest is not None or claims.digests is not None
+        installed = all(answer.installed for answer in held)
         failpoints.reached("updates.verified")
-        timeout = self._step_seconds(update)
-        await tell_all(self._ranks, Finish(version, update.number, timeout), timeout, CommandDone)
+        await self._step(update, Commit(version), Done)
         failpoints.reached("updates.finished")
-        timeout = self._step_seconds(update)
-        await tell_all(self._ranks, ResumeRank(update.number, timeout), timeout, CommandDone)
+        await self._step(update, Resume(), Done)
         rest = self._committed.describe_rest(update.known, self._last, read_again=installed)
         self._committed.take(whole[0], update.known, verified=verified)
         self._update, self._dirty, self._last = None, None, version
         how = "not verified: no digest was given" if not verified else f"verified as {'installed' if installed else 'received'}"
         return f"version {version} with {int(update.known.sum())} tensors, {how}{rest}"
 
-    def _step_seconds(self, update: _OpenUpdate) -> float:
-        """Seconds for a step of the commit. Raises :class:`~weightsync.errors.DeadlineExceeded` if the update has none left."""
-        return min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
+    async def _step(self, update: _OpenUpdate, body: Body, kind: type[T]) -> list[T]:
+        """A step of the commit. Raises :class:`~weightsync.errors.DeadlineExceeded` if the update has no time left for it."""
+        timeout = min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
+        return await ask_all(self._ranks, body, timeout, kind, update.number)
 
-    def _check_complete(self, manifest: Manifest, known: Known, *, partial: bool) -> None:
+    def _check_claims(self, manifest: Manifest, known: Known, claims: _Claims, *, partial: bool) -> None:
+        """Refuse to commit nothing, less than everything, or what the sender says too little or too much of."""
         if not known.any():
             raise ConfigurationError("not one tensor was received: there is nothing to commit")
         missing = [spec.name for spec, received in zip(manifest, known, strict=True) if not received]
         if missing and not partial:
             shown = ", ".join(missing[:5])
             raise ConfigurationError(f"{len(missing)} of {len(manifest)} tensors were not received: {shown}; send them first")
-
-    def _check_digest(self, manifest: Manifest, known: Known, digest: str | None, digests: dict[str, str] | None) -> None:
-        if digests is not None:
-            checks.check_named(manifest, known, digests)
-        elif digest is None and self.settings.require_digest:
+        if claims.digests is not None:
+            checks.check_named(manifest, known, claims.digests)
+        elif claims.digest is None and self.settings.require_digest:
             raise ConfigurationError("this server commits nothing without a digest; give digest or digests")
 
     def _parse(self, label: str | None) -> tuple[str, int, int]:
@@ -437,19 +416,17 @@ class WeightUpdates:
         return self._update
 
     def _overdue(self) -> str | None:
-        update = self._update
-        if update is not None:
-            try:
-                update.deadline.remaining("the update")
-            except DeadlineExceeded as error:
-                return str(error)
-        return None
+        if self._update is None or self._update.deadline.left > 0:
+            return None
+        return f"the update did not finish within {self._update.deadline.seconds:g} s"
 
     def _drop_overdue(self) -> None:
         late = self._overdue()
         if late is not None:
-            self._update = None
             self._fail(late)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, *, end: bool = True) -> None:
+        """The engine stays paused, without a version. With ``end`` the update is over; otherwise its sender has to end it."""
         self._dirty = why
+        if end:
+            self._update = None

@@ -24,10 +24,11 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "CheckSources", "Commit", "Confirmed",
-    "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move", "MoveWindow",
-    "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare",
-    "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume",
-    "RoundResult", "SourceAddress", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved",
+    "Delivery", "Describe", "Described", "DigestUnderKey", "Digested", "Done", "EndStream", "Failure", "Frame", "Hello", "Host",
+    "Incoming", "JoinGroup", "LeaveGroup", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
+    "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published",
+    "Quarantine", "Reach", "Receive", "Received", "Refused", "ReplicaList", "ReplicaResult", "Resume", "RoundResult",
+    "SourceAddress", "Timing", "Traits", "Update", "Updated", "Verify", "WaitForReplicas", "Welcome", "WindowMoved",
     "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
@@ -516,10 +517,83 @@ class Done(_Struct, frozen=True):
     """A call succeeded without a result."""
 
 
+# An updated server to its engine ranks (weightsync.external), beside Pause, Commit, Resume and Quarantine. Coordinators send none.
+
+
+class Describe(_Struct, frozen=True):
+    """Report which tensors this rank takes, and its backends. Answered by :class:`Described`."""
+
+
+class Described(_Struct, frozen=True):
+    """Main and draft tensors together, and the backends of process groups."""
+
+    tensors: Annotated[tuple[TensorSpec, ...], _Many]
+    backends: Annotated[tuple[_Name, ...], _Few]
+
+
+class JoinGroup(_Struct, frozen=True):
+    """Join a process group as rank ``rank_offset`` plus this rank's own number. Answered by :class:`Done`."""
+
+    name: _Name
+    backend: _Name
+    address: _Text
+    port: int
+    rank_offset: int
+    world_size: int
+
+
+class LeaveGroup(_Struct, frozen=True):
+    """Leave a group, if this rank is in one of that name. Answered by :class:`Done`."""
+
+    name: _Name
+
+
+class Incoming(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a bucket, as it was checked."""
+
+    index: int
+    """In the manifest."""
+    name: str
+    """As it was sent; perhaps an alias of the manifest's."""
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Receive(_Struct, frozen=True):
+    """Receive one bucket through a group and load it. Answered by :class:`Received`."""
+
+    group: _Name
+    tensors: Annotated[tuple[Incoming, ...], _Many]
+    flattened: bool = False
+
+
+class Received(_Struct, frozen=True):
+    """Bytes of a bucket that was received and loaded."""
+
+    nbytes: int
+
+
+class Verify(_Struct, frozen=True):
+    """Take no more buckets, and report the digests. Answered by :class:`Digested`."""
+
+
+class Digested(_Struct, frozen=True):
+    """Digest of each tensor of the manifest (uint64, little-endian); zero if it is not known.
+
+    Known are the tensors that were received, and, if ``installed``, all others that can be read back.
+    """
+
+    digests: bytes
+    installed: bool
+    """Whether they are of the parameters themselves, not of what the loader was given."""
+
+
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
-    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done
+    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done |
+    Describe | Described | JoinGroup | LeaveGroup | Receive | Received | Verify | Digested
 )  # fmt: skip
 
 
@@ -539,6 +613,8 @@ class Call(_Struct, frozen=True):
     body: Body
     trace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The trace that the call belongs to, as a W3C ``traceparent``. If it is not empty, the answer carries a :class:`Timing`."""
+    update: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """The update from outside that the call belongs to, a random number. 0 in rounds, where a connection keeps calls in order."""
 
 
 class Answer(_Struct, frozen=True):

@@ -17,14 +17,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
-from weightsync.tensors.copy_table import CopyTable
+
+if TYPE_CHECKING:
+    from weightsync.tensors.copy_table import CopyTable  # which imports numba
 
 __all__ = ["LOOPBACK", "BlockingReader", "Completion", "Key", "Network", "Publisher", "Reader", "Transport"]
 

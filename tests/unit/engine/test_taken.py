@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -13,14 +13,10 @@ from tests.unit.engine.test_update import Stage, Watched
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ProtocolError
-from weightsync.external.checks import Incoming
-from weightsync.external.commands import Command, Finish, QuarantineRank, Receive, ResumeRank, Verify, decode_answer, encode
-from weightsync.external.commands import PauseRank as PauseOrder
+from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
-from weightsync.protocol.messages import Commit, Move, Pause, Prepare, Quarantine
-from weightsync.protocol.messages import Resume as ResumeCall
+from weightsync.protocol.messages import Body, Commit, Incoming, Move, Pause, Prepare, Quarantine, Receive, Resume, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 SECONDS = 20.0
@@ -52,17 +48,20 @@ class Outside:
         self.rank = DisaggregatedRank(adapter)
         self.rank._groups["g"] = cast(ProcessGroup, Zeros())
 
-    def tell(self, order: Command) -> Any:
-        return decode_answer(self.rank.handle(encode(order)))
+    def tell(self, body: Body) -> Body | WeightSyncError:
+        try:
+            return self.rank.answer(body, SECONDS, 7)
+        except WeightSyncError as error:
+            return error
 
     def load(self) -> None:
-        self.tell(PauseOrder("abort", SECONDS, 7))
-        self.tell(Receive("g", (Incoming(0, "weight", "float32", (4, 6), 96),), False, SECONDS, 7))
-        self.tell(Verify(7))
+        self.tell(Pause("abort"))
+        self.tell(Receive("g", (Incoming(0, "weight", "float32", (4, 6), 96),)))
+        self.tell(Verify())
 
     def commit(self) -> None:
-        self.tell(Finish(Version("outside", 9, self.rank.manifest.fingerprint, "0" * 16, 1), 7))
-        self.tell(ResumeRank(7))
+        self.tell(Commit(Version("outside", 9, self.rank.manifest.fingerprint, "0" * 16, 1)))
+        self.tell(Resume())
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def test_a_rank_serves_nothing_once_its_engine_is_updated_from_outside(stage: St
     version = stage.place(2)
     assert stage.update(version).committed
     assert stage.engine.session.served_version == version
-    assert "quarantined" in outside.tell(Verify(7)).message
+    assert "quarantined" in str(outside.tell(Verify()))
 
 
 def test_a_round_that_an_update_from_outside_overtakes_commits_nothing(stage: Stage) -> None:
@@ -104,7 +103,7 @@ def test_a_round_that_an_update_from_outside_overtakes_commits_nothing(stage: St
     stage.engine.handle(Move(1), SECONDS)
     outside = Outside(stage.adapter)
     outside.load()
-    for late in (Commit(version), ResumeCall()):
+    for late in (Commit(version), Resume()):
         with pytest.raises(ProtocolError):
             stage.engine.handle(late, SECONDS)
     outside.commit()
@@ -128,11 +127,11 @@ def test_an_update_from_outside_that_a_round_overtakes_commits_nothing(stage: St
 def test_a_quarantine_of_an_update_that_a_round_overtook_does_not_pause_the_engine(stage: Stage, arrives: str) -> None:
     outside = Outside(stage.adapter)
     outside.load()
-    late = outside.rank.session.receive("QuarantineRank", 7, aborts=True)
+    late = outside.rank.session.receive("Quarantine", 7, aborts=True)
     version = stage.place(1)
     assert stage.update(version).committed
     if arrives == "after the round":
-        outside.tell(QuarantineRank(SECONDS, 7))
+        outside.tell(Quarantine("late"))
     else:
         outside.rank.session.quarantine(late, Deadline(SECONDS))
     assert stage.engine.session.served_version == version

@@ -5,7 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
-def test_what_is_imported_before_an_engine_is_there_brings_no_numba() -> None:
-    code = "import sys, weightsync.engines.vllm.patches, weightsync.engines.vllm.plugin; sys.exit('numba' in sys.modules)"
+
+@pytest.mark.parametrize(
+    "modules", ["engines.vllm.patches, weightsync.engines.vllm.plugin", "engines.vllm.local_controls", "transports.net.messages"]
+)
+def test_what_is_imported_before_an_engine_is_there_brings_no_numba(modules: str) -> None:
+    code = f"import sys, weightsync.{modules}; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

@@ -13,29 +13,35 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.engine_role import EngineRole
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import DeadlineExceeded, PeerLost
+from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.external import rank
-from weightsync.external.checks import Incoming
-from weightsync.external.commands import (
-    Command,
-    CommandAnswer,
-    CommandDone,
-    CommandFailed,
-    Digested,
-    Finish,
-    JoinGroup,
-    LeaveGroup,
-    PauseRank,
-    QuarantineRank,
-    Receive,
-    ResumeRank,
-    Verify,
-    decode_answer,
-    encode,
-)
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, PauseMode, TensorSpec, Version
+from weightsync.protocol.messages import (
+    Answer,
+    Body,
+    Call,
+    Commit,
+    Digested,
+    Done,
+    Failure,
+    Host,
+    Incoming,
+    JoinGroup,
+    LeaveGroup,
+    Move,
+    Pause,
+    Place,
+    Quarantine,
+    Receive,
+    Received,
+    Resume,
+    Verify,
+    decode,
+    encode,
+)
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
@@ -125,25 +131,28 @@ class Driven:
         self.rank._groups[name] = cast(ProcessGroup, made)
         return made
 
-    def tell(self, order: Command) -> CommandAnswer:
-        return decode_answer(self.rank.handle(encode(order)))
+    def tell(self, body: Body, update: int = 0, timeout: float = SECONDS) -> Any:
+        """The answer's body, or the failure."""
+        frame = decode(self.rank.handle(encode(Call(0, timeout, body, update=update))))
+        assert isinstance(frame, Answer | Failure)
+        return frame.body if isinstance(frame, Answer) else frame
 
-    def done(self, order: Command) -> None:
-        answer = self.tell(order)
-        assert isinstance(answer, CommandDone | Digested), answer
+    def done(self, body: Body, update: int = 0) -> None:
+        answer = self.tell(body, update)
+        assert isinstance(answer, Done | Digested | Received), answer
 
-    def failed(self, order: Command, words: str) -> None:
-        answer = self.tell(order)
-        assert isinstance(answer, CommandFailed), answer
+    def failed(self, body: Body, update: int, words: str, timeout: float = SECONDS) -> None:
+        answer = self.tell(body, update, timeout)
+        assert isinstance(answer, Failure), answer
         assert words in answer.message, answer
 
-    def later(self, order: Command) -> Future[CommandAnswer]:
-        return self.pool.submit(self.tell, order)
+    def later(self, body: Body, update: int = 0) -> Future[Any]:
+        return self.pool.submit(self.tell, body, update)
 
 
-def bucket(group: str, update: int, *names: str) -> Receive:
+def bucket(group: str, *names: str) -> Receive:
     tensors = tuple(Incoming(NAMES.index(name), name, "float32", (4,), 16) for name in names or NAMES)
-    return Receive(group, tensors, False, SECONDS, update)
+    return Receive(group, tensors)
 
 
 def version(number: int) -> Version:
@@ -156,9 +165,9 @@ def driven() -> Driven:
 
 
 def commit(driven: Driven, update: int) -> None:
-    driven.done(Verify(update))
-    driven.done(Finish(version(update), update))
-    driven.done(ResumeRank(update))
+    driven.done(Verify(), update)
+    driven.done(Commit(version(update)), update)
+    driven.done(Resume(), update)
 
 
 @pytest.fixture
@@ -187,46 +196,46 @@ def test_a_bucket_of_an_ended_update_is_not_loaded_into_the_next(
     driven.group("old", 1.0)
     driven.group("new", 2.0)
     reached, release = hold(point)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    late = driven.later(bucket("old", 1, "a"))
+    driven.done(Pause("abort"), 1)
+    late = driven.later(bucket("old", "a"), 1)
     assert reached.wait(SECONDS)
-    driven.done(PauseRank("abort", SECONDS, 2))
-    driven.done(bucket("new", 2))
+    driven.done(Pause("abort"), 2)
+    driven.done(bucket("new"), 2)
     release.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, CommandFailed)
+    assert isinstance(answer, Failure)
     assert "an update that ended" in answer.message
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
     commit(driven, 2)
     assert driven.adapter.calls.count("load") == 1
 
 
-@pytest.mark.parametrize("after", [Verify(2), QuarantineRank(SECONDS, 2)], ids=["verify", "quarantine"])
-def test_nothing_is_loaded_between_verify_and_finish_or_after_a_quarantine(driven: Driven, after: Command) -> None:
+@pytest.mark.parametrize("after", [Verify(), Quarantine("late")], ids=["verify", "quarantine"])
+def test_nothing_is_loaded_between_verify_and_finish_or_after_a_quarantine(driven: Driven, after: Body) -> None:
     """Not even of the same update: what was verified is what is served."""
     slow = driven.group("slow", 1.0, here=False)
     driven.group("new", 2.0)
-    driven.done(PauseRank("abort", SECONDS, 2))
-    late = driven.later(bucket("slow", 2, "a"))
+    driven.done(Pause("abort"), 2)
+    late = driven.later(bucket("slow", "a"), 2)
     assert slow.waited.wait(SECONDS)
-    driven.done(bucket("new", 2))
-    driven.done(after)
+    driven.done(bucket("new"), 2)
+    driven.done(after, 2)
     slow.here.set()
-    assert isinstance(late.result(SECONDS), CommandFailed)
+    assert isinstance(late.result(SECONDS), Failure)
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
 
 
 def test_what_arrives_after_its_group_was_destroyed_is_not_loaded(driven: Driven) -> None:
     slow = driven.group("slow", 1.0, here=False)
     driven.group("new", 2.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    late = driven.later(bucket("slow", 1, "a"))
+    driven.done(Pause("abort"), 1)
+    late = driven.later(bucket("slow", "a"), 1)
     assert slow.waited.wait(SECONDS)
     driven.done(LeaveGroup("slow"))
-    driven.done(bucket("new", 1))
+    driven.done(bucket("new"), 1)
     slow.here.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, CommandFailed)
+    assert isinstance(answer, Failure)
     assert "destroyed" in answer.message
     assert driven.adapter.held == {"a": 2.0, "b": 2.0}
 
@@ -237,7 +246,7 @@ def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
     """Groups side by side: the second bucket arrives meanwhile, and is loaded after the first."""
     driven.group("one", 1.0)
     driven.group("two", 2.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
+    driven.done(Pause("abort"), 1)
     reached, release = threading.Event(), threading.Event()
     load = driven.adapter.load
 
@@ -248,34 +257,32 @@ def test_a_bucket_of_another_group_may_come_while_one_is_loaded(
         load(tensors)
 
     driven.adapter.load = slow
-    first = driven.later(bucket("one", 1, "a"))
+    first = driven.later(bucket("one", "a"), 1)
     assert reached.wait(SECONDS)
     arrived, go_on = hold("rank.arrived")
-    second = driven.later(bucket("two", 1, "b"))
+    second = driven.later(bucket("two", "b"), 1)
     assert arrived.wait(SECONDS), second.result(0)
     go_on.set()
     release.set()
-    assert [isinstance(one.result(SECONDS), CommandDone) for one in (first, second)] == [True, True]
+    assert [isinstance(one.result(SECONDS), Received) for one in (first, second)] == [True, True]
     assert driven.adapter.held == {"a": 1.0, "b": 2.0}
     commit(driven, 1)
 
 
-@pytest.mark.parametrize(
-    "order", [bucket("g", 1), Verify(1), Finish(version(1), 1), ResumeRank(1)], ids=lambda one: type(one).__name__
-)
-def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Command) -> None:
+@pytest.mark.parametrize("body", [bucket("g"), Verify(), Commit(version(1)), Resume()], ids=lambda body: type(body).__name__)
+def test_a_late_call_of_an_ended_update_does_nothing(driven: Driven, body: Body) -> None:
     driven.group("g", 2.0)
-    states: dict[type[Any], list[Command]] = {
+    states: dict[type[Any], list[Body]] = {
         Receive: [],
-        Verify: [bucket("g", 2)],
-        Finish: [bucket("g", 2), Verify(2)],
-        ResumeRank: [bucket("g", 2), Verify(2), Finish(version(2), 2)],
+        Verify: [bucket("g")],
+        Commit: [bucket("g"), Verify()],
+        Resume: [bucket("g"), Verify(), Commit(version(2))],
     }
-    driven.done(PauseRank("abort", SECONDS, 2))
-    for before in states[type(order)]:
-        driven.done(before)
+    driven.done(Pause("abort"), 2)
+    for before in states[type(body)]:
+        driven.done(before, 2)
     calls = driven.adapter.calls.copy()
-    driven.failed(order, "an update that ended")
+    driven.failed(body, 1, "an update that ended")
     assert driven.adapter.calls == calls
 
 
@@ -283,11 +290,11 @@ def test_a_late_order_of_an_ended_update_does_nothing(driven: Driven, order: Com
 def test_a_loader_that_leaves_tensors_fails_and_the_rank_commits_nothing_of_it(takes: int) -> None:
     driven = Driven(Recording(takes=takes))
     driven.group("g", 1.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.failed(bucket("g", 1), f"took {takes} of the 2 tensors")
-    driven.failed(Verify(1), "quarantined")
-    driven.failed(Finish(version(1), 1), "quarantined")
-    driven.failed(ResumeRank(1), "quarantined")
+    driven.done(Pause("abort"), 1)
+    driven.failed(bucket("g"), 1, f"took {takes} of the 2 tensors")
+    driven.failed(Verify(), 1, "quarantined")
+    driven.failed(Commit(version(1)), 1, "quarantined")
+    driven.failed(Resume(), 1, "quarantined")
     assert "finish" not in driven.adapter.calls
 
 
@@ -297,9 +304,9 @@ def test_a_tied_tensor_sent_under_its_other_name_is_loaded_under_the_one_that_th
     driven = Driven(ModuleAdapter(module))
     assert driven.rank.manifest[0] == TensorSpec("embed", (4,), "float32", ("lm_head",))
     driven.group("g", 3.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.done(Receive("g", (Incoming(0, "lm_head", "float32", (4,), 16),), False, SECONDS, 1))
-    answer = driven.tell(Verify(1))
+    driven.done(Pause("abort"), 1)
+    driven.done(Receive("g", (Incoming(0, "lm_head", "float32", (4,), 16),)), 1)
+    answer = driven.tell(Verify(), 1)
     assert isinstance(answer, Digested)
     assert answer.installed
     assert module.embed.tolist() == [3.0] * 4
@@ -307,24 +314,24 @@ def test_a_tied_tensor_sent_under_its_other_name_is_loaded_under_the_one_that_th
 
 def test_a_sleeping_engine_is_woken_as_in_a_round(driven: Driven) -> None:
     driven.group("g", 1.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.done(bucket("g", 1))
+    driven.done(Pause("abort"), 1)
+    driven.done(bucket("g"), 1)
     commit(driven, 1)
     assert driven.adapter.calls == ["pause", "begin", "wake_weights", "load", "finish", "wake_cache", "flush", "resume"]
 
 
 def test_an_engine_that_is_paused_is_not_paused_again(driven: Driven) -> None:
     driven.group("g", 1.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.done(QuarantineRank(SECONDS, 1))
-    driven.done(PauseRank("abort", SECONDS, 2))
-    driven.done(bucket("g", 2))
-    driven.done(Verify(2))
-    driven.done(Finish(version(2), 2))
+    driven.done(Pause("abort"), 1)
+    driven.done(Quarantine("late"), 1)
+    driven.done(Pause("abort"), 2)
+    driven.done(bucket("g"), 2)
+    driven.done(Verify(), 2)
+    driven.done(Commit(version(2)), 2)
     assert driven.adapter.calls.count("pause") == 1
     driven.adapter.refuses_resume = True
-    driven.failed(ResumeRank(2), "cannot resume")
-    driven.done(QuarantineRank(SECONDS, 2))  # it may have begun to generate
+    driven.failed(Resume(), 2, "cannot resume")
+    driven.done(Quarantine("late"), 2)  # it may have begun to generate
     assert driven.adapter.calls.count("pause") == 2
 
 
@@ -333,16 +340,16 @@ def test_a_quarantine_that_a_newer_update_overtakes_does_not_spoil_it(
 ) -> None:
     """It waited behind a resume that hung, and whoever came next had its turn first."""
     driven.group("g", 1.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.done(bucket("g", 1))
+    driven.done(Pause("abort"), 1)
+    driven.done(bucket("g"), 1)
     commit(driven, 1)
-    reached, release = hold("rank.quarantine")
-    late = driven.later(QuarantineRank(SECONDS, 1))
+    reached, release = hold("rank.received.quarantine")
+    late = driven.later(Quarantine("late"), 1)
     assert reached.wait(SECONDS)
-    driven.done(PauseRank("abort", SECONDS, 2))
+    driven.done(Pause("abort"), 2)
     release.set()
-    assert isinstance(late.result(SECONDS), CommandDone)
-    driven.done(bucket("g", 2))
+    assert isinstance(late.result(SECONDS), Done)
+    driven.done(bucket("g"), 2)
     commit(driven, 2)
 
 
@@ -352,8 +359,8 @@ def test_a_rank_whose_pause_failed_is_quarantined_with_that_update(driven: Drive
 
     with monkeypatch.context() as patched:
         patched.setattr(driven.adapter, "pause", fails)
-        driven.failed(PauseRank("abort", SECONDS, 1), "cannot pause")
-    driven.done(QuarantineRank(SECONDS, 1))
+        driven.failed(Pause("abort"), 1, "cannot pause")
+    driven.done(Quarantine("late"), 1)
     assert driven.adapter.calls == ["pause"]
 
 
@@ -368,19 +375,19 @@ def test_an_order_behind_a_loader_that_hangs_ends_in_time_and_its_quarantine_is_
 
     driven.adapter.load = hanging
     driven.group("g", 1.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    late = driven.later(bucket("g", 1))
+    driven.done(Pause("abort"), 1)
+    late = driven.later(bucket("g"), 1)
     assert reached.wait(SECONDS)
-    driven.failed(Verify(1, 0.05), "is inside Recording.load() for")
-    driven.failed(QuarantineRank(0.05, 1), "never resumed")
+    driven.failed(Verify(), 1, "is inside Recording.load() for", 0.05)
+    driven.failed(Quarantine("late"), 1, "never resumed", 0.05)
     release.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, CommandFailed)
+    assert isinstance(answer, Failure)
     assert answer.kind == "Aborted", "the quarantine ended what arrived before it"
-    driven.failed(Verify(1), "quarantined")
+    driven.failed(Verify(), 1, "quarantined")
     driven.adapter.load = load
-    driven.done(PauseRank("abort", SECONDS, 2))
-    driven.done(bucket("g", 2))
+    driven.done(Pause("abort"), 2)
+    driven.done(bucket("g"), 2)
     commit(driven, 2)
 
 
@@ -391,20 +398,20 @@ def test_parameters_that_are_loaded_late_are_not_read_back_before() -> None:
     adapter.loads_late = True
     late = Driven(adapter)
     late.group("g", 3.0)
-    late.done(PauseRank("abort", SECONDS, 1))
-    late.done(bucket("g", 1))
-    answer = late.tell(Verify(1))
+    late.done(Pause("abort"), 1)
+    late.done(bucket("g"), 1)
+    answer = late.tell(Verify(), 1)
     assert isinstance(answer, Digested)
     assert not answer.installed
 
 
 def test_digests_are_of_what_was_received_in_this_update(driven: Driven) -> None:
     driven.group("g", 3.0)
-    driven.done(PauseRank("abort", SECONDS, 1))
-    driven.done(bucket("g", 1))
-    driven.done(PauseRank("abort", SECONDS, 2))
-    driven.done(bucket("g", 2, "b"))
-    answer = driven.tell(Verify(2))
+    driven.done(Pause("abort"), 1)
+    driven.done(bucket("g"), 1)
+    driven.done(Pause("abort"), 2)
+    driven.done(bucket("g", "b"), 2)
+    answer = driven.tell(Verify(), 2)
     assert isinstance(answer, Digested)
     wanted = digest_box(torch.full((4,), 3.0), (4,), [0])
     assert [int.from_bytes(answer.digests[place : place + 8], "little") for place in (0, 8)] == [0, wanted]
@@ -417,10 +424,10 @@ def test_a_tensor_that_came_under_both_of_its_names_is_digested_once(driven: Dri
     adapter.loads_late = True  # so that what was received is reported
     tied = Driven(adapter)
     tied.group("g", 3.0)
-    tied.done(PauseRank("abort", SECONDS, 1))
+    tied.done(Pause("abort"), 1)
     both = tuple(Incoming(0, name, "float32", (4,), 16) for name in ("embed", "lm_head"))
-    tied.done(Receive("g", both, False, SECONDS, 1))
-    answer = tied.tell(Verify(1))
+    tied.done(Receive("g", both), 1)
+    answer = tied.tell(Verify(), 1)
     assert isinstance(answer, Digested)
     assert int.from_bytes(answer.digests, "little") == digest_box(torch.full((4,), 3.0), (4,), [0])
 
@@ -436,7 +443,7 @@ def test_a_group_that_comes_about_after_it_was_left_is_closed(driven: Driven, mo
         return cast(ProcessGroup, made)
 
     monkeypatch.setattr(rank, "init_custom_process_group", meets_late)
-    join = JoinGroup("g", "gloo", "127.0.0.1", 1, 1, 2, SECONDS)
+    join = JoinGroup("g", "gloo", "127.0.0.1", 1, 1, 2)
     late = driven.later(join)
     assert meeting.wait(SECONDS)
     if close:
@@ -445,7 +452,7 @@ def test_a_group_that_comes_about_after_it_was_left_is_closed(driven: Driven, mo
         driven.done(LeaveGroup("g"))
     met.set()
     answer = late.result(SECONDS)
-    assert isinstance(answer, CommandFailed)
+    assert isinstance(answer, Failure)
     assert "was destroyed while this rank joined it" in answer.message
     assert made.closed
     driven.done(join)
@@ -459,5 +466,17 @@ def test_every_failure_to_join_has_the_same_answer(driven: Driven, monkeypatch: 
         raise error
 
     monkeypatch.setattr(rank, "init_custom_process_group", fails)
-    answer = driven.tell(JoinGroup("g", "gloo", "192.0.2.7", 22, 1, 2, 3.0))
-    assert answer == CommandFailed("PeerLost", "group 'g' did not come about within 3 s; the log of this engine rank says why")
+    answer = driven.tell(JoinGroup("g", "gloo", "192.0.2.7", 22, 1, 2), timeout=3.0)
+    assert answer == Failure(0, "PeerLost", "group 'g' did not come about within 3 s; the log of this engine rank says why")
+
+
+@pytest.mark.parametrize("body", [Move(1), Place(1), LeaveGroup("g")], ids=lambda body: type(body).__name__)
+def test_each_driver_of_an_engine_rank_refuses_the_calls_of_the_other(driven: Driven, body: Body) -> None:
+    """A coordinator cannot make an engine rank join or leave groups, nor a server's front make it read from trainers."""
+    role = EngineRole(driven.adapter, None, Host("here", "here"))
+    words = f"does not understand {type(body).__name__}"
+    if isinstance(body, LeaveGroup):
+        with pytest.raises(ProtocolError, match=words):
+            role.handle(body, SECONDS)
+    else:
+        driven.failed(body, 0, words)

@@ -16,29 +16,31 @@ from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, PeerLost, VerificationError, WeightSyncError
 from weightsync.external import requests
-from weightsync.external.commands import (
-    Command,
-    CommandAnswer,
-    CommandDone,
-    CommandFailed,
-    Describe,
-    Described,
-    Digested,
-    Finish,
-    JoinGroup,
-    LeaveGroup,
-    PauseRank,
-    QuarantineRank,
-    Receive,
-    ResumeRank,
-    Verify,
-    decode_command,
-    encode,
-)
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.ranks import LocalRanks
 from weightsync.external.weight_updates import Settings, WeightUpdates, _GroupState
 from weightsync.model import Manifest, TensorSpec, fold
+from weightsync.protocol.messages import (
+    Answer,
+    Body,
+    Call,
+    Commit,
+    Describe,
+    Described,
+    Digested,
+    Done,
+    Failure,
+    JoinGroup,
+    LeaveGroup,
+    Pause,
+    Quarantine,
+    Receive,
+    Received,
+    Resume,
+    Verify,
+    decode,
+    encode,
+)
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 NAMES = ("a", "b", "c")
@@ -52,35 +54,37 @@ class Digesting:
     count = 1
 
     def __init__(self, *, installed: bool = True) -> None:
-        self.orders: list[Command] = []
+        self.calls: list[Call] = []
         self.sent: dict[str, int] = {}
         self.held = dict.fromkeys(NAMES, 0)
         self.received: set[str] = set()
         self.installed = installed
-        self.before: Callable[[Command], Awaitable[CommandAnswer | None]] | None = None
+        self.before: Callable[[Body], Awaitable[Body | Failure | None]] | None = None
 
     async def send(self, message: bytes, timeout: float) -> Sequence[bytes | None]:
-        order = decode_command(message)
-        self.orders.append(order)
-        answer = None if self.before is None else await self.before(order)
-        return [encode(self._obey(order) if answer is None else answer)]
+        call = decode(message)
+        assert isinstance(call, Call)
+        self.calls.append(call)
+        answer = None if self.before is None else await self.before(call.body)
+        answer = self._obey(call.body) if answer is None else answer
+        return [encode(answer if isinstance(answer, Failure) else Answer(0, answer))]
 
-    def _obey(self, order: Command) -> CommandAnswer:
+    def _obey(self, order: Body) -> Body:
         match order:
             case Describe():
                 return Described(MANIFEST.tensors, ("gloo",))
-            case PauseRank():
+            case Pause():
                 self.received.clear()
             case Receive():
                 names = [one.name for one in order.tensors]
                 self.held |= {name: self.sent[name] for name in names}
                 self.received.update(names)
-                return CommandDone(sum(one.nbytes for one in order.tensors))
+                return Received(sum(one.nbytes for one in order.tensors))
             case Verify():
                 known = set(NAMES) if self.installed else self.received
                 values = [self.held[name] if name in known else 0 for name in NAMES]
                 return Digested(np.array(values, "<u8").tobytes(), self.installed)
-        return CommandDone()
+        return Done()
 
 
 def folded(*values: int) -> str:
@@ -136,17 +140,17 @@ class Late:
 
     def __init__(self, group: str) -> None:
         self.group, self.arrived = group, asyncio.Event()
-        self.end: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
 
-    async def __call__(self, order: Command) -> CommandAnswer | None:
+    async def __call__(self, order: Body) -> Body | Failure | None:
         if isinstance(order, Receive) and order.group == self.group and not self.arrived.is_set():
             self.arrived.set()
             return await self.end
         return None
 
 
-@pytest.mark.parametrize("answer", [CommandDone(48), CommandFailed("PeerLost", "destroyed")], ids=["received", "failed"])
-async def test_the_answer_to_a_bucket_of_an_aborted_update_says_so_and_changes_nothing(answer: CommandAnswer) -> None:
+@pytest.mark.parametrize("answer", [Received(48), Failure(0, "PeerLost", "destroyed")], ids=["received", "failed"])
+async def test_the_answer_to_a_bucket_of_an_aborted_update_says_so_and_changes_nothing(answer: Body | Failure) -> None:
     ranks = Digesting()
     updates = await front(ranks, "old", "g")
     ranks.before = late = Late("old")
@@ -169,10 +173,10 @@ async def test_every_order_of_an_update_carries_its_number_and_no_two_updates_sh
     numbers = []
     for round_ in range(3):
         await complete(updates, ranks, 1, 2, round_ + 3)
-        own = {getattr(order, "update", None) for order in ranks.orders if hasattr(order, "update")}
+        own = {call.update for call in ranks.calls} - {0}
         assert len(own) == 1
         numbers.append(own.pop())
-        ranks.orders.clear()
+        ranks.calls.clear()
     assert len(set(numbers)) == 3
 
 
@@ -189,21 +193,21 @@ async def test_a_bucket_through_a_destroyed_group_does_not_free_a_later_group_of
             master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo"
         )
     )
-    late.end.set_result(CommandFailed("PeerLost", "gone"))
+    late.end.set_result(Failure(0, "PeerLost", "gone"))
     with pytest.raises(WeightSyncError, match="gone"):
         await first
     assert (await updates.state()).groups == ("g",)  # the new one is not left on account of the old
 
 
 async def test_an_error_is_that_of_the_join_or_bucket_and_not_of_leaving_the_group_after_it() -> None:
-    async def fails(order: Command) -> CommandAnswer | None:
+    async def fails(order: Body) -> Body | Failure | None:
         match order:
             case LeaveGroup():
-                return CommandFailed("DeadlineExceeded", "leaving hung")
+                return Failure(0, "DeadlineExceeded", "leaving hung")
             case JoinGroup(name="other"):
-                return CommandFailed("PeerLost", "nobody came")
+                return Failure(0, "PeerLost", "nobody came")
             case Receive():
-                return CommandFailed("PeerLost", "the sender died")
+                return Failure(0, "PeerLost", "the sender died")
         return None
 
     ranks = Digesting()
@@ -226,8 +230,8 @@ async def test_the_steps_of_a_commit_share_what_is_left_of_the_update() -> None:
     updates = await front(ranks)
     ranks.sent = dict.fromkeys(NAMES, 1)
 
-    async def slow(order: Command) -> CommandAnswer | None:
-        if isinstance(order, Verify | Finish):
+    async def slow(order: Body) -> Body | Failure | None:
+        if isinstance(order, Verify | Commit):
             await asyncio.sleep(0.2)
         return None
 
@@ -235,14 +239,14 @@ async def test_the_steps_of_a_commit_share_what_is_left_of_the_update() -> None:
     await updates.begin(requests.BeginRequest(timeout=3.0))
     await updates.update(bucket())
     await updates.commit(requests.CommitRequest())
-    limits = [order.timeout for order in ranks.orders if isinstance(order, Verify | Finish | ResumeRank)]
+    limits = [call.timeout for call in ranks.calls if isinstance(call.body, Verify | Commit | Resume)]
     assert limits[0] >= limits[1] + 0.2 >= limits[2] + 0.4
     await updates.begin(requests.BeginRequest(timeout=0.3))
     await updates.update(bucket())
     with pytest.raises(DeadlineExceeded, match="the update"):
         await updates.commit(requests.CommitRequest())
-    assert not isinstance(ranks.orders[-2], ResumeRank)
-    assert isinstance(ranks.orders[-1], QuarantineRank)
+    assert not isinstance(ranks.calls[-2].body, Resume)
+    assert isinstance(ranks.calls[-1].body, Quarantine)
 
 
 async def test_a_group_can_be_destroyed_while_buckets_hang_in_all_of_them() -> None:
@@ -338,7 +342,7 @@ async def test_a_begin_that_says_what_comes_is_refused_before_anything_is_paused
         await updates.begin(requests.BeginRequest(tensors=tensors))
     with pytest.raises(error, match=words):
         await updates.check(requests.CheckRequest(tensors=tensors))
-    assert not any(isinstance(order, PauseRank) for order in ranks.orders)
+    assert not any(isinstance(call.body, Pause) for call in ranks.calls)
     assert (await updates.state()).state == "serving"
 
 
@@ -346,7 +350,7 @@ async def test_a_check_changes_nothing_and_a_begin_of_what_fits_pauses() -> None
     ranks = Digesting()
     updates = await front(ranks)
     assert "fits" in await updates.check(requests.CheckRequest(tensors=ALL, weight_version="7"))
-    assert not any(isinstance(order, PauseRank) for order in ranks.orders)
+    assert not any(isinstance(call.body, Pause) for call in ranks.calls)
     with pytest.raises(ConfigurationError, match="not a version"):
         await updates.check(requests.CheckRequest(tensors=ALL, weight_version="newest"))
     await updates.begin(requests.BeginRequest(tensors=ALL))
@@ -360,7 +364,7 @@ async def test_a_rendezvous_outside_the_networks_is_refused_before_anybody_conne
     wish = requests.InitGroupRequest(master_address=address, master_port=1, rank_offset=1, world_size=2, backend="gloo")
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.0/24, 2001:db8::/32"):
         await updates.init_group(wish)
-    assert not any(isinstance(order, JoinGroup) for order in ranks.orders)
+    assert not any(isinstance(call.body, JoinGroup) for call in ranks.calls)
     for good in ("192.0.2.77", "2001:db8::5"):
         fields = {name: getattr(wish, name) for name in wish.__struct_fields__} | {"master_address": good, "group_name": good}
         await updates.init_group(requests.InitGroupRequest(**fields))

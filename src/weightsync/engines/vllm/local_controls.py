@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -19,35 +19,31 @@ from weightsync.deadline import Deadline
 from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, ProtocolError, from_wire, to_wire
 from weightsync.model import PauseMode
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.messages import ANSWER_BYTES, ControlMessage, Fail, next_control, send_request
 
-if TYPE_CHECKING:
-    from weightsync.transports.net.channel import Channel
-
-# Transports are imported late, because they import numba, and vLLM's CPU build does not start in a process that loaded numba.
+# None of these may import numba: vLLM's CPU build does not start in a process that loaded it.
 
 __all__ = ["ControlsServer", "LocalControls", "controls_at", "is_local"]
 
 _PREFIX = "weightsync-vllm-"
 _PEER = "the process that owns vLLM's engine"
-_LENGTH_BYTES = 4
-_LONGEST = 1 << 16  # bytes of a message
 _HELLO_SECONDS = 5.0
 
-T = TypeVar("T")
 
-
-class _ControlCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ControlCall(ControlMessage, frozen=True):
     name: Literal["pause", "install", "flush", "label", "resume"]
     timeout: float
-    mode: PauseMode = "abort"
-    version: str = ""
+    mode: PauseMode | None = None
+    version: str | None = None
 
 
-class _ControlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    flushed: bool = False
-    failure: tuple[str, str] | None = None
+class _ControlAnswer(ControlMessage, frozen=True):
+    flushed: bool
 
+
+_MESSAGES = msgspec.msgpack.Decoder(_ControlCall | _ControlAnswer | Fail)
 
 _owned: dict[str, tuple[int, Controls]] = {}
 """Served controls by address, with the id of the process that serves them."""
@@ -78,8 +74,6 @@ class ControlsServer(Closeable):
     """
 
     def __init__(self, controls: Controls) -> None:
-        from weightsync.transports.host.unix_socket import listen_local
-
         self._controls = controls
         self._turn = threading.Lock()
         self._running = ""
@@ -89,12 +83,15 @@ class ControlsServer(Closeable):
         _owned[self.address] = os.getpid(), controls
 
     def _serve(self, channel: Channel) -> None:
-        call = _receive(channel, _ControlCall, Deadline(_HELLO_SECONDS))
+        call = next_control(channel, ANSWER_BYTES, Deadline(_HELLO_SECONDS), _MESSAGES)
+        answer: ControlMessage
         try:
+            if not isinstance(call, _ControlCall):
+                raise ProtocolError(f"{type(call).__name__} is not a call")
             answer = _ControlAnswer(self._run_in_turn(channel, call))
         except Exception as error:  # noqa: BLE001 - sent to the caller
-            answer = _ControlAnswer(failure=to_wire(error))
-        _send(channel, answer, Deadline(_HELLO_SECONDS))
+            answer = Fail(*to_wire(error))
+        send_request(channel, answer, Deadline(_HELLO_SECONDS))
 
     def _run_in_turn(self, channel: Channel, call: _ControlCall) -> bool:
         deadline, name = Deadline(call.timeout), call.name
@@ -104,23 +101,10 @@ class ControlsServer(Closeable):
             if not channel.peer_lives():
                 raise PeerLost(f"the worker that requested {name} has given up")
             self._running = name
-            return self._run(call, deadline.remaining(name))
+            arguments = [argument for argument in (call.mode, call.version) if argument is not None]
+            return getattr(self._controls, name)(*arguments, deadline.remaining(name)) is True
         finally:
             self._turn.release()
-
-    def _run(self, call: _ControlCall, timeout: float) -> bool:
-        match call.name:
-            case "pause":
-                self._controls.pause(call.mode, timeout)
-            case "install":
-                self._controls.install(timeout)
-            case "flush":
-                return self._controls.flush(timeout)
-            case "label":
-                self._controls.label(call.version, timeout)
-            case "resume":
-                self._controls.resume(timeout)
-        return False
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -167,30 +151,13 @@ class LocalControls:
         self._ask(_ControlCall("resume", timeout))
 
     def _ask(self, call: _ControlCall) -> bool:
-        from weightsync.transports.host.unix_socket import connect_local
-
         deadline = Deadline(call.timeout)
         try:
             with closing(connect_local(_PREFIX, self._place, self._key, _PEER, deadline)) as channel:
-                _send(channel, call, deadline)
-                answer = _receive(channel, _ControlAnswer, deadline)
+                send_request(channel, call, deadline)
+                answer = next_control(channel, ANSWER_BYTES, deadline, _MESSAGES)
         except DeadlineExceeded:
             raise DeadlineExceeded(f"{_PEER} did not answer {call.name} within {call.timeout:.3g} s") from None
-        if answer.failure is not None:
-            raise from_wire(*answer.failure)
-        return answer.flushed
-
-
-def _send(channel: Channel, message: msgspec.Struct, deadline: Deadline) -> None:
-    data = msgspec.msgpack.encode(message)
-    channel.send([len(data).to_bytes(_LENGTH_BYTES, "little"), data], deadline)
-
-
-def _receive(channel: Channel, kind: type[T], deadline: Deadline) -> T:
-    length = int.from_bytes(channel.receive(_LENGTH_BYTES, deadline), "little")
-    if length > _LONGEST:
-        raise ProtocolError(f"{channel.peer} sent a message of {length:,} bytes, which is too long")
-    try:
-        return msgspec.msgpack.decode(channel.receive(length, deadline), type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"{channel.peer} sent an unreadable message: {error}") from None
+        if isinstance(answer, Fail):
+            raise from_wire(answer.kind, answer.message)
+        return isinstance(answer, _ControlAnswer) and answer.flushed

@@ -11,7 +11,7 @@ may list the names, dtypes and shapes of all tensors to be sent. ``update_info``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -28,14 +28,14 @@ from weightsync.external.checks import (
     check_networks,
     check_tensors,
 )
-from weightsync.external.commands import Describe, Described, Digested, JoinGroup, PauseRank, Receive, Verify
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
+from weightsync.protocol.messages import Digested, Pause, Verify
 
 __all__ = ["PushedUpdates", "is_group"]
 
-_BUCKET_SECONDS = 300.0  # seconds for a bucket
-_JOINING = 60.0
+_BUCKET_SECONDS = 300.0
+_JOIN_SECONDS = 60.0
 _MAX_BUCKET = 16 << 30
 
 T = TypeVar("T")
@@ -59,7 +59,6 @@ class PushedUpdates:
 
     def __init__(self, adapter: VllmWorkerAdapter, rank: int, device: torch.device) -> None:
         self._rank = DisaggregatedRank(adapter, rank=rank, device=device)
-        self._received: set[int] = set()  # indices in the manifest
         self._update = 0  # number of the update; requests of earlier updates are rejected
         self.begun = False
         """Whether an update has begun and has neither ended nor failed."""
@@ -78,23 +77,17 @@ class PushedUpdates:
         check_address(request.master_address, networks)
         if request.tensors is not None:  # compare before the engine is paused
             check_tensors(request.tensors, self._rank.manifest, partial=False)
-        known = self._rank.obey(Describe())
-        check_group(request, self._rank.rank + 1, (), known.backends if isinstance(known, Described) else ())
-        timeout = request.timeout or _JOINING
-        place = (request.master_address, request.master_port)
+        check_group(request, self._rank.rank + 1, (), self._rank.backends)
         try:
-            self._rank.obey(
-                JoinGroup(request.group_name, request.backend, *place, request.rank_offset, request.world_size, timeout)
-            )
+            self._rank.answer(request.message(), request.timeout or _JOIN_SECONDS)
         except MembershipError as error:
             raise MembershipError(f"{error}: if its creator is gone, use another name") from None
 
     def begin(self) -> None:
         """Begin an update with no tensors received. The sender must have paused the engine."""
         self.begun, self._loaded = True, False
-        self._received.clear()
         self._update += 1
-        self._rank.obey(PauseRank("abort", _BUCKET_SECONDS, self._update))
+        self._rank.answer(Pause("abort"), _BUCKET_SECONDS, self._update)
 
     def update(self, update_info: Mapping[str, Any], load: Callable[[], None]) -> None:
         """Execute one request.
@@ -115,9 +108,7 @@ class PushedUpdates:
             return
         request = _converted(update_info, UpdateRequest)
         tensors = check_bucket(request, self._rank.manifest, _MAX_BUCKET, "elements")
-        flattened = request.load_format == "flattened_bucket"
-        self._rank.obey(Receive(request.group_name, tensors, flattened, request.timeout or _BUCKET_SECONDS, self._update))
-        self._received.update(tensor.index for tensor in tensors)
+        self._rank.answer(request.message(tensors), request.timeout or _BUCKET_SECONDS, self._update)
 
     def finish(self) -> None:
         """End the update, after which vLLM sets the label.
@@ -138,11 +129,8 @@ class PushedUpdates:
         self._rank.close()
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        digested = self._rank.obey(Verify(self._update))
-        held = np.frombuffer(digested.digests, "<u8") if isinstance(digested, Digested) else np.empty(0, np.uint64)
-        known = np.zeros(len(self._rank.manifest), np.bool_)
-        known[list(self._received)] = True
-        check_digests(self._rank.manifest, held, known, None, digests)
+        digested = cast(Digested, self._rank.answer(Verify(), _BUCKET_SECONDS, self._update))
+        check_digests(self._rank.manifest, np.frombuffer(digested.digests, "<u8"), self._rank.known, None, digests)
 
 
 def _converted(body: Mapping[str, Any], kind: type[T]) -> T:

@@ -20,6 +20,7 @@ from weightsync.transports.net.messages import (
     ANSWER_BYTES,
     COMMON,
     MAX_GROUPS,
+    MAX_TILES,
     ControlMessage,
     Fail,
     Messages,
@@ -28,7 +29,7 @@ from weightsync.transports.net.messages import (
     next_control,
     send_request,
 )
-from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES, cut_tiles
+from weightsync.transports.net.tile_limits import FRAME_BYTES, cut_tiles
 
 __all__ = ["ConnectedReader", "Dial"]
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.net.messages import MAX_GROUPS, RegisterTiles
-from weightsync.transports.net.tile_limits import FRAME_BYTES, MAX_TILES
+from weightsync.transports.net.messages import MAX_GROUPS, MAX_TILES, RegisterTiles
+from weightsync.transports.net.tile_limits import FRAME_BYTES
 
 __all__ = ["HEADER_ROOM", "frames_of", "packed_copies", "packed_frames", "wanted_tiles"]
 

@@ -16,7 +16,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, to_wire
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
-from weightsync.transports.net.tile_limits import MAX_TILES
 
 __all__ = [
     "ANSWER_BYTES",
@@ -24,6 +23,7 @@ __all__ = [
     "COMMON",
     "IDLE_SECONDS",
     "MAX_GROUPS",
+    "MAX_TILES",
     "REQUEST_BYTES",
     "ControlMessage",
     "Fail",
@@ -39,6 +39,8 @@ __all__ = [
     "transfer_deadline",
 ]
 
+MAX_TILES = 1 << 22
+"""Most tiles that one reader may want of one publisher."""
 MAX_GROUPS = 1 << 20
 REQUEST_BYTES = 40 * MAX_TILES + 8 * MAX_GROUPS + 4096
 """Most bytes of a request that a publisher reads, from a reader that has proved to know the key."""

@@ -10,11 +10,9 @@ import numpy.typing as npt
 from weightsync.errors import ProtocolError
 from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import CopyTable
+from weightsync.transports.net.messages import MAX_TILES
 
-__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "MAX_TILES", "cut_tiles"]
-
-MAX_TILES = 1 << 22
-"""Most tiles that one reader may want of one publisher."""
+__all__ = ["FRAME_BYTES", "MAX_FRAME_BYTES", "cut_tiles"]
 
 FRAME_BYTES = 16 << 20
 """A frame ends with the tile that fills it; no tile is larger than this, so no frame is twice as large."""

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine import Engine
+from weightsync.engine.fill.filler import PlanFiller
 from weightsync.errors import WeightSyncError
 from weightsync.model import Box, Layout, Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shard_loader import ShardLoader
@@ -158,7 +159,7 @@ class _GpuEngineRank:
     def last(self) -> dict[str, Any]:
         """Return times, version and memory of the last round."""
         filler, serving = self._engine._role._filler, self._engine.serving
-        if filler is None or serving is None:
+        if not isinstance(filler, PlanFiller) or serving is None:
             raise WeightSyncError("no round has installed a version yet")
         return {
             **self._adapter.times, "serving": serving.number, "bytes": filler.nbytes, "staging_bytes": filler.staging_bytes,

@@ -109,7 +109,6 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.fill.receive_ahead, "time", clock),
         (weightsync.engine.fill.receive_ahead, "ThreadPoolExecutor", simulated.Executor),
         (weightsync.engine.fill.windows, "time", clock),
-        (weightsync.engine.fill.windows, "ThreadPoolExecutor", simulated.Executor),
         (weightsync.engine.receiver, "threading", waiting),
         (weightsync.engines.module, "threading", waiting),
         (weightsync.spans, "time", clock),

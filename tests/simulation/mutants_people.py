@@ -17,7 +17,7 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import PublishBarrier
 from weightsync.coordinator.replicas import Replica
 from weightsync.engine.engine_role import EngineRole
-from weightsync.engine.fill.filler import Filler
+from weightsync.engine.fill.filler import PlanFiller
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import VersionError
 from weightsync.protocol.messages import Place, Publish
@@ -30,7 +30,7 @@ __all__ = ["PEOPLE_MUTANTS"]
 def _memory_not_followed_in_the_pause() -> AbstractContextManager[None]:
     real = EngineRole._follow_memory
 
-    def broken(role: EngineRole, filler: Filler, *given: Any) -> Filler:
+    def broken(role: EngineRole, filler: PlanFiller, *given: Any) -> PlanFiller:
         return filler if role.session.state == "writing" else real(role, filler, *given)
 
     return replaced((EngineRole, "_follow_memory", broken))

@@ -19,7 +19,6 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine import Engine
 from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill.filler import Filler
-from weightsync.engine.fill.windows import WindowReceiver
 from weightsync.engine.receiver import Receiver, _Handover
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
@@ -345,14 +344,12 @@ class EngineProcess(Agent):
 
     def crash(self) -> None:
         """See :meth:`Process.crash`. What the operating system would free is freed."""
-        filler, windows = self.role._filler, self.role._windows
+        filler = self.role._filler
         super().crash()
-        self.world.loop.call_later(0.0, self._free, filler, windows)
+        self.world.loop.call_later(0.0, self._free, filler)
 
-    def _free(self, filler: Filler | None, windows: WindowReceiver | None) -> None:
+    def _free(self, filler: Filler | None) -> None:
         self.role._release()
-        if windows is not None:
-            windows._readers.close()  # as of a filler
         if filler is not None:
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 

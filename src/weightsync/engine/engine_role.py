@@ -14,9 +14,9 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.choose import filler_for
-from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
 from weightsync.engine.fill.streamed import bucket_bytes_for
-from weightsync.engine.fill.windows import WindowReceiver
+from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, State
@@ -93,8 +93,7 @@ class EngineRole(SessionFront):
     ) -> None:
         self.adapter, self._alone = adapter, alone
         self._filler: Filler | None = None
-        self._preparing: Filler | WindowReceiver | None = None
-        self._windows: WindowReceiver | None = None
+        self._preparing: Filler | None = None
         self._served: ServedWeights | None = None
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw))
         self._handlers |= {
@@ -182,7 +181,7 @@ class EngineRole(SessionFront):
         if body.plan.delivery == "direct" and (memory is None or self.layout is None or memory.layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
         filler = self._filler
-        if filler is None or not filler.fits(body.plan, () if memory is None else memory.addresses):
+        if not isinstance(filler, PlanFiller) or not filler.fits(body.plan, () if memory is None else memory.addresses):
             filler = self._new_filler(body.plan, memory, deadline)
         self._memory = memory
         if self._alone:
@@ -191,16 +190,16 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.prepared")
         return Prepared(digest=filler.digest, transports=filler.transports)
 
-    def _new_filler(self, plan: PlanSlice, memory: _ParameterMemory | None, deadline: Deadline) -> Filler:
+    def _new_filler(self, plan: PlanSlice, memory: _ParameterMemory | None, deadline: Deadline) -> PlanFiller:
         self._drop_filler()
         own = (None, (), None) if memory is None else (memory.layout, memory.addresses, memory.device)
         filler = filler_for(self._fill_context, plan, *own)
         self._bring_up(filler, deadline)
-        self._filler, self._memory = filler, memory
+        self._memory = memory
         return filler
 
-    def _bring_up(self, filler: Filler | WindowReceiver, deadline: Deadline) -> None:
-        """Prepare ``filler``, where an abort reaches it. It is closed if that fails."""
+    def _bring_up(self, filler: Filler, deadline: Deadline) -> None:
+        """Prepare the next filler, where an abort reaches it. It is closed if that fails."""
         self._preparing = filler
         try:
             self.session.check_abort()  # an abort before the filler was in its place did not reach it
@@ -210,27 +209,37 @@ class EngineRole(SessionFront):
             raise
         finally:
             self._preparing = None
+        self._filler = filler
 
     def _drop_filler(self) -> None:
         filler, self._filler = self._filler, None
-        windows, self._windows = self._windows, None
-        for held in (filler, windows):
-            if held is not None:
-                held.close()
+        if filler is not None:
+            filler.close()
+
+    def _plan_filler(self, what: str) -> PlanFiller:
+        if not isinstance(self._filler, PlanFiller):
+            raise ProtocolError(f"{what} needs a prepared plan")
+        return self._filler
+
+    def _window_filler(self) -> WindowFiller:
+        if not isinstance(self._filler, WindowFiller):
+            raise ProtocolError("a window came to an engine rank that is not prepared for a stream")
+        self.session.require("paused")
+        return self._filler
 
     def _open_stream(self, body: OpenStream, deadline: Deadline) -> Prepared:
         if not self.adapter.can_load:
             raise ConfigurationError(f"the {self.adapter.name} adapter has no load(), and the tensors of a stream go through it")
-        if self._windows is None or self._windows.key != body.key:
+        filler = self._filler
+        if not isinstance(filler, WindowFiller) or filler.digest != body.key:
             self._drop_filler()
-            windows = WindowReceiver(self._fill_context, body, takes_any=self.adapter.takes_any)
-            self._bring_up(windows, deadline)
-            self._windows = windows
+            filler = WindowFiller(self._fill_context, body, takes_any=self.adapter.takes_any)
+            self._bring_up(filler, deadline)
         failpoints.reached("engine.prepared")
-        return Prepared(digest=body.key, transports=self._windows.transports)
+        return Prepared(digest=filler.digest, transports=filler.transports)
 
     def _move_window(self, body: MoveWindow, deadline: Deadline) -> WindowMoved:
-        windows = self._prepared_windows()
+        windows = self._window_filler()
         with self._writing(then="paused"):
             failpoints.reached("engine.move")
             if body.window == 0:
@@ -242,7 +251,7 @@ class EngineRole(SessionFront):
         return WindowMoved(digests.astype("<u8").tobytes())
 
     def _end_stream(self, body: EndStream, deadline: Deadline) -> Moved:
-        windows = self._prepared_windows()
+        windows = self._window_filler()
         with self._writing():
             filled = windows.end(body.manifest, deadline)
         failpoints.reached("engine.moved")
@@ -260,16 +269,8 @@ class EngineRole(SessionFront):
         finally:
             self._held = None
 
-    def _prepared_windows(self) -> WindowReceiver:
-        if self._windows is None:
-            raise ProtocolError("a window came to an engine rank that is not prepared for a stream")
-        self.session.require("paused")
-        return self._windows
-
     def _check_sources(self, body: CheckSources, deadline: Deadline) -> None:
-        if self._filler is None:
-            raise ProtocolError("looking for a version needs a prepared plan")
-        self._filler.require(body.number, deadline)
+        self._plan_filler("looking for a version").require(body.number, deadline)
 
     def _place(self, body: Place, deadline: Deadline) -> Placed:
         if self._served is None:
@@ -282,7 +283,7 @@ class EngineRole(SessionFront):
         with self.session.leaving_service():
             failpoints.reached("engine.pausing")
             self._held = None  # of a round that never moved
-            if self._filler is not None and not self.session.sleeps:
+            if isinstance(self._filler, PlanFiller) and not self.session.sleeps:
                 self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
         failpoints.reached("engine.pause")
@@ -290,9 +291,7 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.paused")
 
     def _move(self, body: Move, deadline: Deadline) -> Moved:
-        filler = self._filler
-        if filler is None:
-            raise ProtocolError("a move needs a prepared plan")
+        filler = self._plan_filler("a move")
         self.session.require("paused", "written")
         with self._writing():
             failpoints.reached("engine.move")
@@ -304,7 +303,7 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.moved")
         return _moved(filler.nbytes, filled)
 
-    def _follow_memory(self, filler: Filler, deadline: Deadline, phase: str = "") -> Filler:
+    def _follow_memory(self, filler: PlanFiller, deadline: Deadline, phase: str = "") -> PlanFiller:
         """The filler for the memory where the parameters are now: an engine may have moved them since it was looked at."""
         if filler.plan.delivery != "direct":
             return filler
@@ -337,10 +336,7 @@ class EngineRole(SessionFront):
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""
-        version, filler = body.version, self._filler
-        if filler is None:
-            raise ProtocolError("an update needs a prepared plan")
-        cover = filler.cover  # made while still serving, once for a plan
+        version, cover = body.version, self._plan_filler("an update").cover  # made while still serving, once for a plan
         started = time.perf_counter()
         self._pause(Pause(body.mode, version.number, version.epoch), deadline)
         paused = time.perf_counter()
@@ -359,7 +355,7 @@ class EngineRole(SessionFront):
         return fold(cover.total({"": digests})) == version.digest
 
     def _abort_work(self) -> None:
-        for held in (self._filler, self._preparing, self._windows, self._served):
+        for held in (self._filler, self._preparing, self._served):
             if held is not None:
                 held.abort()
 

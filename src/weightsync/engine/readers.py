@@ -89,9 +89,8 @@ class Readers:
             self._by_transport.setdefault(transport.name, []).append(reader)
             stopwatch.lap("connect")
             with span("map", source.member):
-                reader.prepare(groups, source.layout_digest, deadline)
+                self.prepare(reader, transport, source, groups, deadline)
             stopwatch.lap("map")
-            self._read[reader] = _Read(source.member, transport.name, [group.nbytes for group in groups])
         self._check_abort()
         for name, transport in self._transports.items():
             combined = transport.combine(self._by_transport[name])
@@ -108,6 +107,13 @@ class Readers:
         self._transports[transport.name] = transport
         self._check_abort()  # an abort that came before the reader was in the list did not reach it
         return transport, reader
+
+    def prepare(
+        self, reader: Reader, transport: Transport, source: SourceAddress, groups: Sequence[CopyTable], deadline: Deadline
+    ) -> None:
+        """Prepare one reader for its copy tables."""
+        reader.prepare(groups, source.layout_digest, deadline)
+        self._read[reader] = _Read(source.member, transport.name, [group.nbytes for group in groups])
 
     def __iter__(self) -> Iterator[Reader]:
         return (reader for readers in self._by_transport.values() for reader in readers)
@@ -146,6 +152,18 @@ class Readers:
             with self.reading(reader, group):
                 completion.wait(deadline)
             failpoints.reached("engine.group")
+
+    def read_alone(self, reader: Reader, version: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """Begin, read and end one reader that has one group."""
+        self._check_abort()
+        with self._naming(reader):
+            reader.begin(version, deadline)
+        self._check_abort()  # a begin clears an earlier abort
+        with self.reading(reader, 0):
+            reader.read(0, deadline, digests)
+        failpoints.reached("engine.group")
+        with self._naming(reader):
+            reader.end(deadline)
 
     @contextmanager
     def reading(self, reader: Reader, group: int) -> Iterator[None]:

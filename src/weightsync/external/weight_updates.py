@@ -77,11 +77,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OpenUpdate:
-    """One update that runs. ``number`` is in all of its commands."""
+    """One update that runs. ``number`` is in all of its calls."""
 
-    def __init__(self, number: int, tensors: int, deadline: Deadline, *, explicit: bool, partial: bool, label: str | None) -> None:
-        self.number, self.deadline = number, deadline
-        self.explicit, self.partial, self.label = explicit, partial, label
+    def __init__(self, number: int, tensors: int, deadline: Deadline, begin: requests.BeginRequest, *, explicit: bool) -> None:
+        self.number, self.deadline, self.explicit = number, deadline, explicit
+        self.partial, self.label = begin.partial, begin.weight_version
         self.known = np.zeros(tensors, np.bool_)
         self.error: str | None = None
         self.busy = 0
@@ -214,25 +214,23 @@ class WeightUpdates:
                 raise ConfigurationError("an update runs already; commit or abort it first")
             if request.partial and (self._dirty is not None or self._last is None):
                 raise ConfigurationError("a partial update needs an engine whose last update was committed; send all tensors")
-            await self._open(request.timeout, request.mode, explicit=True, partial=request.partial, label=request.weight_version)
+            await self._open(request, explicit=True)
         return "the engine is paused and takes an update"
 
-    async def _open(
-        self, timeout: float | None, mode: PauseMode | None, *, explicit: bool, partial: bool, label: str | None
-    ) -> _OpenUpdate:
+    async def _open(self, request: requests.BeginRequest, *, explicit: bool) -> _OpenUpdate:
         if sum(group.state == "busy" for group in self._groups.values()) > (not explicit):
             raise ConfigurationError("a bucket of an earlier update still arrives; destroy its group, or wait for its answer")
         limit = self.settings.update_timeout
-        deadline = Deadline(min(timeout or limit, limit))
+        deadline = Deadline(min(request.timeout or limit, limit))
         pausing = min(deadline.remaining("pausing"), self.settings.bucket_timeout)
         self._update, number = None, secrets.randbits(63)
         try:
-            await self._tell(Pause(mode or self.settings.pause_mode), pausing, number)
+            await self._tell(Pause(request.mode or self.settings.pause_mode), pausing, number)
         except BaseException as error:
             self._fail(f"pausing failed: {error}")
             raise
         tensors = len(await self.manifest())
-        self._update = _OpenUpdate(number, tensors, deadline, explicit=explicit, partial=partial, label=label)
+        self._update = _OpenUpdate(number, tensors, deadline, request, explicit=explicit)
         return self._update
 
     async def update(self, request: requests.UpdateRequest) -> str:
@@ -273,7 +271,7 @@ class WeightUpdates:
             known[[tensor.index for tensor in tensors]] = True
             self._check_claims(manifest, known, request, partial=False)
         if update is None:
-            update = await self._open(None, None, explicit=False, partial=False, label=request.weight_version)
+            update = await self._open(requests.BeginRequest(), explicit=False)
         update.label = request.weight_version or update.label
         return update
 

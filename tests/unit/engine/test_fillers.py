@@ -31,7 +31,7 @@ from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.engine.fill.windows import WindowReceiver
+from weightsync.engine.fill.windows import WindowFiller
 from weightsync.errors import Aborted, LoadError, PeerLost, PlanMismatch, StaleSource
 from weightsync.model import Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
@@ -440,7 +440,7 @@ def test_a_window_that_failed_keeps_no_reader() -> None:
         engine = EngineRole(Watched(torch.nn.Sequential(torch.nn.Linear(2, 2))), [InProcess()], here)
         owned.callback(engine.close)
         opening = OpenStream("k", (SourceAddress("trainer/0", "d", (publisher.offer,), key),), 64)
-        receiver = WindowReceiver(engine._fill_context, opening, takes_any=True)
+        receiver = WindowFiller(engine._fill_context, opening, takes_any=True)
         receiver.prepare(Deadline(SECONDS))
         weakref.finalize(receiver._sources[0][1], freed.set)
         with pytest.raises(StaleSource):

@@ -6,7 +6,7 @@ import torch
 
 from weightsync.engine.fill.device_direct import DeviceDirect
 from weightsync.engine.fill.device_streamed import DeviceStreamed
-from weightsync.engine.fill.filler import FillContext, Filler
+from weightsync.engine.fill.filler import FillContext, PlanFiller
 from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.host_streamed import HostStreamed
 from weightsync.errors import PlanMismatch
@@ -18,7 +18,7 @@ __all__ = ["filler_for"]
 
 def filler_for(
     context: FillContext, plan: PlanSlice, own: Layout | None, addresses: tuple[int, ...], device: torch.device | None
-) -> Filler:
+) -> PlanFiller:
     """The filler for ``plan``, yet to be prepared.
 
     Buckets are staged on the engine's CUDA device if all bytes of the plan can come straight to it, else in host memory.

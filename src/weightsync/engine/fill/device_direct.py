@@ -8,7 +8,7 @@ import torch
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
@@ -18,7 +18,7 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 __all__ = ["DeviceDirect"]
 
 
-class DeviceDirect(Filler):
+class DeviceDirect(PlanFiller):
     """Writes the engine's parameters, on ``device`` at ``addresses``, all at once.
 
     All readers are in flight together, except those that may wait for other engine ranks: they are begun, read and ended one after
@@ -36,7 +36,7 @@ class DeviceDirect(Filler):
         self._digest = DeviceDigest(context.manifest, layout, device)
 
     def prepare(self, deadline: Deadline) -> None:
-        """See :meth:`Filler.prepare`."""
+        """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
         in_turn = self._readers.sharing_fate
         first = self._context.rank % max(len(in_turn), 1)
@@ -46,22 +46,15 @@ class DeviceDirect(Filler):
         self._stopwatch.lap("tables")
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
-        """See :meth:`Filler.run`. Complete on the device when it returns."""
+        """See :meth:`PlanFiller.run`. Complete on the device when it returns."""
         for reader in self._together:
             reader.begin(version, deadline)
         started = time.perf_counter()
-        check_abort = self._context.engine.check_abort
-        check_abort()
+        self._context.engine.check_abort()
         with torch.cuda.device(self.device):
             reads = [(reader, reader.submit(0, deadline)) for reader in self._together]
             for reader in self._in_turn:
-                check_abort()
-                reader.begin(version, deadline)
-                check_abort()  # a begin clears an earlier abort
-                with self._readers.reading(reader, 0):
-                    reader.read(0, deadline)
-                failpoints.reached("engine.group")
-                reader.end(deadline)
+                self._readers.read_alone(reader, version, deadline)
             for reader, completion in reads:
                 if not reader.stream_ordered:
                     with self._readers.reading(reader, 0):

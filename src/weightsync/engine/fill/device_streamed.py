@@ -36,7 +36,7 @@ class DeviceStreamed(StreamedFiller):
         self._pipeline = ReceiveAhead(len(self._groups), context.buffers, self._receive, self._load_and_wait, self.abort)
 
     def prepare(self, deadline: Deadline) -> None:
-        """See :meth:`Filler.prepare`."""
+        """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
         self._digest: DeviceDigest | _NotDigested = _NotDigested()
         if not self._context.engine.can_read_back(build=True):

@@ -1,4 +1,4 @@
-"""What all fillers have in common: a checked plan, connected readers, and the lifecycle prepare, run, abort, close."""
+"""What fillers have in common: connected readers and a lifecycle; and, of those of a plan, the checked plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.engine.readers import Readers, Stopwatch, reaches
+from weightsync.engine.session import EngineSession
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.planning.coverage import Coverage, coverage_of
@@ -25,29 +26,7 @@ from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.transports.base import Transport
 
-__all__ = ["FillContext", "Filled", "FilledEngine", "Filler"]
-
-
-class FilledEngine(Protocol):
-    """What fillers ask of the engine rank whose memory they fill."""
-
-    def check_abort(self) -> None:
-        """Raise :class:`~weightsync.errors.Aborted` if the call that is running was aborted."""
-        ...
-
-    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Hand one bucket to the engine's loader. Raises :class:`~weightsync.errors.LoadError` unless it takes all tensors."""
-        ...
-
-    def can_read_back(self, *, build: bool = False) -> bool:
-        """Returns True if the parameters can be digested after loading. With ``build``, tables for that are made now."""
-        ...
-
-    def read_back(
-        self, deadline: Deadline, constants: DigestConstants = PUBLIC
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
-        """Digest the parameters: tensors (indices of the manifest) and their digests; ``None`` if they cannot be read back."""
-        ...
+__all__ = ["FillContext", "Filled", "Filler", "PlanFiller"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +34,7 @@ class FillContext:
     """What every filler of one engine rank needs, whatever the plan.
 
     Attributes:
-        engine: The engine rank.
+        engine: The session of the engine rank.
         manifest: The tensors that this engine takes.
         transports: Those that may be used, best first.
         host: Where this engine rank runs.
@@ -68,7 +47,7 @@ class FillContext:
         progress: Called with the bytes in place so far, except after the last ones, which the result reports.
     """
 
-    engine: FilledEngine
+    engine: EngineSession
     manifest: Manifest
     transports: Sequence[Transport]
     host: Host
@@ -111,11 +90,42 @@ class Filled:
 
 
 class Filler(ABC):
-    """Fills one engine rank's memory with the rows of one plan, in every round of it.
+    """Fills one engine rank's memory, in every round of one plan or from the streams of one trainer.
 
-    The lifecycle is :meth:`prepare` once, while the engine still serves; :meth:`run` once a round, while it is paused;
-    :meth:`close`, also after an error of either. After an error of :meth:`run` a filler is closed, not used again. Not thread-safe,
-    except :meth:`abort`.
+    The lifecycle is :meth:`prepare` once, while the engine still serves; then rounds, while it is paused; :meth:`close`, also after
+    an error of either. After an error of a round a filler is closed, not used again. Not thread-safe, except :meth:`abort`.
+    """
+
+    digest: str
+    """Names what is prepared."""
+    nbytes = 0
+    """Bytes that one round brings."""
+
+    def __init__(self, context: FillContext) -> None:
+        self._context = context
+        self._owned = ExitStack()
+        self._readers = context.readers
+
+    @abstractmethod
+    def prepare(self, deadline: Deadline) -> None:
+        """Allocate staging, and connect to every source."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports in use, each once."""
+        return self._readers.transports
+
+    def abort(self) -> None:
+        """Make a :meth:`prepare` or a round in another thread end soon. Never blocks."""
+        self._readers.abort()
+
+    def close(self) -> None:
+        """Close the connections and free the staging."""
+        self._owned.close()
+
+
+class PlanFiller(Filler):
+    """Fills one engine rank's memory with the rows of one plan, by one :meth:`run` in each round of it.
 
     Args:
         groups: Ascending, half-open ranges of rows that are read together.
@@ -138,16 +148,13 @@ class Filler(ABC):
         device: torch.device | None,
         addresses: tuple[int, ...] = (),
     ) -> None:
+        super().__init__(context)
         self.plan, self.layout, self.device = plan, layout, device
-        self.nbytes = 0
-        """Bytes that one round brings."""
         self._stopwatch = Stopwatch()
         self.prepare_seconds = self._stopwatch.seconds
         """Seconds of each part of :meth:`prepare`: ``tiles``, ``connect``, ``map`` (which prepares the readers), ``tables``."""
-        self._context, self._groups, self._addresses = context, groups, addresses
+        self._groups, self._addresses = groups, addresses
         self._group_bytes: list[int] = []
-        self._owned = ExitStack()
-        self._readers = context.readers
         self._pieces = Pieces.from_columns(context.manifest, layout, len(plan.sources), plan.pieces)
         self.digest = self._pieces.digest
         if self.digest != plan.digest:
@@ -197,11 +204,6 @@ class Filler(ABC):
         """Bytes of device memory that the copy tables of the readers take."""
         return sum(reader.table_bytes for reader in self._readers)
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """Names of the transports in use, each once."""
-        return self._readers.transports
-
     def require(self, version: int, deadline: Deadline) -> None:
         """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""
         self._readers.require(version, deadline)
@@ -217,11 +219,3 @@ class Filler(ABC):
     def cover(self) -> Coverage:
         """The coverage of what this rank receives. Raises :class:`~weightsync.errors.LayoutError` unless it is everything."""
         return coverage_of(self._context.manifest, {"": self.layout}, "this engine rank")
-
-    def abort(self) -> None:
-        """Make a :meth:`prepare` or :meth:`run` in another thread end soon. Never blocks."""
-        self._readers.abort()
-
-    def close(self) -> None:
-        """Close the connections and free the staging."""
-        self._owned.close()

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _GROUP_BYTES = 32 << 20  # an abort is noticed, and progress is reported, after each group
 
 
-class HostDirect(Filler):
+class HostDirect(PlanFiller):
     """Writes the engine's parameters, in host memory at ``addresses``, group by group.
 
     Parameters that share bytes are digested after all are written, because the last one written decides what both hold.
@@ -38,7 +38,7 @@ class HostDirect(Filler):
             )  # fmt: skip
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
-        """See :meth:`Filler.run`."""
+        """See :meth:`PlanFiller.run`."""
         self._readers.begin(version, deadline)
         digests = np.zeros(len(self.layout), np.uint64)
         seconds, done = 0.0, 0

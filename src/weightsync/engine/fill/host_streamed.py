@@ -25,7 +25,7 @@ class HostStreamed(StreamedFiller):
         self._digests = np.zeros(len(layout), np.uint64)
 
     def prepare(self, deadline: Deadline) -> None:
-        """See :meth:`Filler.prepare`."""
+        """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
         self._context.engine.can_read_back(build=True)
 

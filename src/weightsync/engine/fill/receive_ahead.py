@@ -4,14 +4,63 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
 
 from weightsync.deadline import Deadline
 
-__all__ = ["ReceiveAhead"]
+__all__ = ["ReceiveAhead", "ReceiverThread"]
 
 _GRACE = 5.0  # seconds for the receiver thread to end after an abort, which a read notices every few hundred KiB
+
+
+class ReceiverThread:
+    """Receives one bucket or window at a time while the caller loads another. ``abort`` makes a receive that runs raise soon."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
+        self._receiving: Future[Any] | None = None
+        self.seconds = 0.0
+        """Seconds spent receiving."""
+
+    def start(self, receive: Callable[..., Any], *arguments: object) -> None:
+        """Call ``receive``, in the caller's context: in it spans are recorded."""
+        self._receiving = self._thread.submit(contextvars.copy_context().run, self._receive, receive, *arguments)
+
+    def _receive(self, receive: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what ``receive`` returns
+        started = time.perf_counter()
+        received = receive(*arguments)
+        self.seconds += time.perf_counter() - started
+        return received
+
+    def result(self, what: str, deadline: Deadline) -> Any:  # noqa: ANN401 - what ``receive`` returns
+        """Wait for what :meth:`start` began, and return its result."""
+        assert self._receiving is not None
+        return self._receiving.result(deadline.remaining(what))
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """After an error in the block, end what is received, unless it does not end in five seconds: see :meth:`when_idle`."""
+        try:
+            yield
+        except BaseException:
+            self._abort()
+            if self._receiving is not None and not self._receiving.cancel():
+                wait([self._receiving], _GRACE)
+            raise
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """End the thread, and what it receives, and call ``act`` after that: now, if it receives nothing."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._receiving is None or self._receiving.done():
+            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
+            act()
+        else:
+            self._abort()
+            self._receiving.add_done_callback(lambda _: self.when_idle(act))
 
 
 class ReceiveAhead:
@@ -30,53 +79,26 @@ class ReceiveAhead:
         abort: Callable[[], None],
     ) -> None:
         self._buckets, self._ahead = buckets, buffers > 1
-        self._receive, self._load, self._abort = receive, load, abort
-        self._receiving: Future[None] | None = None
-        self._receive_seconds = 0.0
+        self._receive, self._load = receive, load
+        self._thread = ReceiverThread(abort)
+        self.when_idle = self._thread.when_idle
 
     def run(self, done: Callable[[int], None], deadline: Deadline) -> tuple[float, float]:
         """Fill and load every bucket; ``done(bucket)`` is called after each.
 
-        Returns the seconds spent receiving and loading, which overlap. After an error the receiver thread has ended, unless it did
-        not do so in five seconds: see :meth:`when_idle`.
+        Returns the seconds spent receiving and loading, which overlap.
         """
-        count, load_seconds, self._receive_seconds = self._buckets, 0.0, 0.0
-        context = contextvars.copy_context()  # in which spans are recorded
-        receiver = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
-        self._receiving = receiver.submit(context.run, self._fetch, 0, deadline) if count else None
-        try:
-            for bucket in range(count):
-                if self._receiving is not None:
-                    self._receiving.result(deadline.remaining("receiving a bucket"))
-                more = bucket + 1 < count
-                self._receiving = receiver.submit(context.run, self._fetch, bucket + 1, deadline) if self._ahead and more else None
+        thread, load_seconds = self._thread, 0.0
+        thread.seconds = 0.0
+        with thread.stopping():
+            for bucket in range(self._buckets):
+                if not (bucket and self._ahead):
+                    thread.start(self._receive, bucket, deadline)
+                thread.result("receiving a bucket", deadline)
+                if self._ahead and bucket + 1 < self._buckets:
+                    thread.start(self._receive, bucket + 1, deadline)
                 started = time.perf_counter()
                 self._load(bucket, deadline)
                 load_seconds += time.perf_counter() - started
-                if more and not self._ahead:
-                    self._receiving = receiver.submit(context.run, self._fetch, bucket + 1, deadline)
                 done(bucket)
-        except BaseException:
-            self._abort()
-            self._stop()
-            raise
-        finally:
-            receiver.shutdown(wait=False, cancel_futures=True)
-        return self._receive_seconds, load_seconds
-
-    def _fetch(self, bucket: int, deadline: Deadline) -> None:
-        started = time.perf_counter()
-        self._receive(bucket, deadline)
-        self._receive_seconds += time.perf_counter() - started
-
-    def _stop(self) -> None:
-        if self._receiving is not None and not self._receiving.cancel():
-            wait([self._receiving], _GRACE)
-
-    def when_idle(self, act: Callable[[], None]) -> None:
-        """Call ``act`` now, or when the receiver thread exits if it is still running."""
-        if self._receiving is None or self._receiving.done():
-            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
-            act()
-        else:
-            self._receiving.add_done_callback(lambda _: self.when_idle(act))
+        return thread.seconds, load_seconds

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
+from weightsync.engine.fill.launch_ahead import LaunchAhead
+from weightsync.engine.fill.receive_ahead import ReceiveAhead
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
@@ -21,7 +21,7 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.staging import Staging, check_size
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["BucketPipeline", "StreamedFiller", "bucket_bytes_for"]
+__all__ = ["StreamedFiller", "bucket_bytes_for"]
 
 _LEAST, _MOST, _SHARE = 64 << 20, 1 << 30, 32
 
@@ -37,22 +37,10 @@ def bucket_bytes_for(device: torch.device | None) -> int:
     return min(max(free // _SHARE, _LEAST), _MOST) & -(2 << 20)
 
 
-class BucketPipeline(Protocol):
-    """Fills staging buckets and hands them to the engine's loader, so that the two overlap."""
-
-    def run(self, done: Callable[[int], None], deadline: Deadline) -> tuple[float, float]:
-        """Fill and load every bucket; ``done(bucket)`` is called after each. Returns the seconds of receiving and of loading."""
-        ...
-
-    def when_idle(self, act: Callable[[], None]) -> None:
-        """Call ``act`` as soon as nothing that the last run began writes to the staging buckets any more."""
-        ...
-
-
-class StreamedFiller(Filler):
+class StreamedFiller(PlanFiller):
     """Fills staging buckets on ``device`` (``None``: in host memory), through a pipeline, for the engine's own loader."""
 
-    _pipeline: BucketPipeline
+    _pipeline: ReceiveAhead | LaunchAhead
     _staging: Staging
 
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, device: torch.device | None) -> None:
@@ -60,7 +48,7 @@ class StreamedFiller(Filler):
         super().__init__(context, plan, layout, [_rows_of(layout, region) for region in range(len(layout.regions))], device)
 
     def prepare(self, deadline: Deadline) -> None:
-        """See :meth:`Filler.prepare`."""
+        """See :meth:`PlanFiller.prepare`."""
         self._staging = Staging(
             self._context.manifest, self.layout, device=self.device, buffers=self._context.buffers, free=available_bytes()
         )
@@ -72,7 +60,7 @@ class StreamedFiller(Filler):
     _constants = PUBLIC  # of the run
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
-        """See :meth:`Filler.run`. The digests are those of the parameters where they can be read back, else of the buckets."""
+        """See :meth:`PlanFiller.run`. The digests are those of the parameters where they can be read back, else of the buckets."""
         self._constants = constants
         self._readers.begin(version, deadline)
         done = 0
@@ -102,7 +90,7 @@ class StreamedFiller(Filler):
         self._context.engine.load(self._staging.tensors(bucket))
 
     def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
-        """See :meth:`Filler.fits`. Where the parameters are makes no difference to a loader."""
+        """See :meth:`PlanFiller.fits`. Where the parameters are makes no difference to a loader."""
         return self._serves(plan)
 
     def close(self) -> None:

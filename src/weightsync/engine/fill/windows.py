@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from contextvars import copy_context
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled
+from weightsync.engine.fill.filler import FillContext, Filled, Filler
+from weightsync.engine.fill.receive_ahead import ReceiverThread
 from weightsync.errors import BroadcastBroken, LayoutError, ManifestMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import KnownWindows, Measured, StreamedTensors, WindowPart, measured, window_layout
 from weightsync.planning.pieces import Pieces
-from weightsync.protocol.messages import MoveWindow, OpenStream, WindowPlaced
+from weightsync.protocol.messages import MoveWindow, OpenStream, SourceAddress, WindowPlaced
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable, tiles_of
 from weightsync.tensors.cuda.digest import LayoutDigest
@@ -30,9 +27,8 @@ from weightsync.tensors.staging import Buffer, staging_buffer
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["WindowReceiver"]
+__all__ = ["WindowFiller"]
 
-_GRACE = 5.0  # seconds for the receiving thread to end after an abort
 _LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
 _ATTEMPTS = 3  # of a window that is broadcast: with all readers, with those that are left, alone
 
@@ -51,63 +47,54 @@ class _WindowAt(NamedTuple):
         return cls(measured(parts), *window_layout(parts, nbytes, assembled=True), window_layout(parts, nbytes)[1])
 
 
-class WindowReceiver:
+class WindowFiller(Filler):
     """Takes windows from the trainer ranks of ``body``, in order, and hands their tensors to the engine's loader.
 
-    The order of calls is :meth:`prepare` once; then for each stream :meth:`begin`, :meth:`move` for each window, :meth:`end`. After
-    an error it is closed. Not thread-safe, except :meth:`abort`. Holds two buckets (or one), and the tensor that is larger than a
-    window while its parts come.
+    For each stream the order of calls is :meth:`begin`, :meth:`move` for each window, :meth:`end`. Holds two buckets (or one), and
+    the tensor that is larger than a window while its parts come.
 
     Raises:
         LayoutError: The windows are larger than this engine rank's buckets.
     """
 
     def __init__(self, context: FillContext, body: OpenStream, *, takes_any: bool) -> None:
-        self.key = body.key
-        self.nbytes = 0
-        """Bytes of the stream so far."""
+        super().__init__(context)
         most = max(context.bucket_bytes, _LEAST_WINDOW)
         if body.window_bytes > most:
             raise LayoutError(f"a stream comes in windows of {body.window_bytes:,} bytes; this engine rank allows {most:,}")
-        self._context, self._body, self._takes_any = context, body, takes_any
-        self._sources: list[tuple[Transport, Reader, str]] = []
-        self._readers = context.readers
+        self.digest, self._body, self._takes_any = body.key, body, takes_any
+        self._sources: list[tuple[Transport, Reader, SourceAddress]] = []
         self._device = context.staging_for(body.sources)
         self._buffers: list[Buffer] = []
         self._stream: torch.cuda.Stream | None = None
         self._known = KnownWindows(_WindowAt.of)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
-        self._receiving: Future[npt.NDArray[np.uint64]] | None = None
+        self._thread = ReceiverThread(self.abort)
         self.begin()
 
     def _free_bytes(self) -> int | None:
         return available_bytes() if self._device is None else None
 
     def prepare(self, deadline: Deadline) -> None:
-        """Connect to every source, and allocate the buckets."""
+        """See :meth:`Filler.prepare`."""
         context = self._context
+        self._owned.callback(self._readers.close)
         for source in self._body.sources:
             transport, reader = self._readers.open(source, self._device, deadline)
-            self._sources.append((transport, reader, source.layout_digest))
+            self._sources.append((transport, reader, source))
             if transport.traits.shared_fate:  # which finds out now whether it can send to this device
-                reader.prepare([CopyTable.empty()], source.layout_digest, deadline)
+                self._readers.prepare(reader, transport, source, [CopyTable.empty()], deadline)
         context.engine.check_abort()
         self._buffers = [staging_buffer(self._body.window_bytes, self._device, self._free_bytes()) for _ in range(context.buffers)]
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """Names of the transports in use, each once."""
-        return self._readers.transports
-
     def begin(self) -> None:
-        """Begin a stream."""
+        """Begin a stream. :attr:`nbytes` are its bytes so far."""
         self.nbytes = self._next = 0
         self._tensors = StreamedTensors()
         self._parts: dict[str, Buffer] = {}  # of a tensor that has not come whole
         self._pending: list[tuple[str, torch.Tensor]] = []
-        self._receive_seconds = self._load_seconds = 0.0
+        self._thread.seconds = self._load_seconds = 0.0
 
     def move(self, body: MoveWindow, deadline: Deadline) -> npt.NDArray[np.uint64]:
         """Receive a window while the loader works on the one before. Returns the digest of each part of the window.
@@ -125,24 +112,12 @@ class WindowReceiver:
         if not self._takes_any:
             for part in placed.parts:
                 self._check(part)
-        if len(self._buffers) == 1:
+        with self._thread.stopping():
+            if len(self._buffers) == 1:
+                self._load(deadline)
+            self._thread.start(self._receive, body, bucket, deadline)
             self._load(deadline)
-        source, member = self._sources[body.source], self._body.sources[body.source].member
-
-        def receive() -> npt.NDArray[np.uint64]:
-            with span("read", member, source[0].name, placed.nbytes):
-                return self._receive(body.window, placed, source, bucket, deadline)
-
-        self._receiving = self._thread.submit(copy_context().run, receive)
-        try:
-            self._load(deadline)
-            digests = self._receiving.result(deadline.remaining("receiving a window"))
-        except BaseException:
-            self.abort()
-            if not self._receiving.cancel():
-                with suppress(Exception):  # the error that ended this is the one to report
-                    self._receiving.result(_GRACE)
-            raise
+            digests: npt.NDArray[np.uint64] = self._thread.result("receiving a window", deadline)
         self._tensors.add_window(self._known.get(body.window, placed.parts, placed.nbytes).parts, digests.tolist())
         self._pending = self._arrived(placed, bucket)
         self.nbytes = self._tensors.nbytes
@@ -162,7 +137,7 @@ class WindowReceiver:
         if manifest.fingerprint != fingerprint:
             raise ProtocolError(f"the stream brought tensors with fingerprint {manifest.fingerprint}, not {fingerprint}")
         if self._takes_any:
-            return Filled(received, "received", self._receive_seconds, self._load_seconds)
+            return Filled(received, "received", self._thread.seconds, self._load_seconds)
         own = self._context.manifest
         came = {own.index[spec.name] for spec in manifest}
         missing = [spec.name for index, spec in enumerate(own) if index not in came and spec.size]
@@ -172,10 +147,10 @@ class WindowReceiver:
         with span("digest"):
             installed = self._context.engine.read_back(deadline)
         if installed is None or not came <= {*installed[0].tolist(), *(i for i, spec in enumerate(own) if not spec.size)}:
-            return Filled(received, "received", self._receive_seconds, self._load_seconds)
+            return Filled(received, "received", self._thread.seconds, self._load_seconds)
         by_index = dict(zip(installed[0].tolist(), installed[1].tolist(), strict=True))
         digests = np.array([by_index.get(own.index[spec.name], 0) for spec in manifest], np.uint64)
-        return Filled(digests, "installed", self._receive_seconds, self._load_seconds, time.perf_counter() - started)
+        return Filled(digests, "installed", self._thread.seconds, self._load_seconds, time.perf_counter() - started)
 
     def _check(self, part: WindowPart) -> None:
         """Raise unless the part is possible, and the engine takes this tensor."""
@@ -198,51 +173,35 @@ class WindowReceiver:
             wait_for_device(self._device, deadline, "the engine's loader")  # its bucket is filled again
         self._load_seconds += time.perf_counter() - started
 
-    def _receive(
-        self, number: int, placed: WindowPlaced, source: tuple[Transport, Reader, str], bucket: Buffer, deadline: Deadline
-    ) -> npt.NDArray[np.uint64]:
-        started = time.perf_counter()
-        _, manifest, layout, order, published = self._known.get(number, placed.parts, placed.nbytes)
+    def _receive(self, body: MoveWindow, bucket: Buffer, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        placed, inline = body.placed, self._sources[body.source][0].traits.digests == "inline"
+        _, manifest, layout, order, published = self._known.get(body.window, placed.parts, placed.nbytes)
         where = [_address(bucket), *(_address(self._whole(part)) for part in placed.parts if not part.whole)]
         addresses = tuple(where[: len(layout.regions)])
         table = _table(placed, manifest, layout, published, addresses)
-        digests = np.zeros(len(placed.parts), np.uint64)
         rows = np.zeros(len(layout), np.uint64)
         if self._device is None:
-            self._read(source, table, placed, deadline, rows)
-            if source[0].traits.digests != "inline":
+            self._read(body, table, deadline, rows if inline else None)
+            if not inline:
                 digest_rows(manifest, layout, addresses, 0, len(layout), rows)
         elif len(layout):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._read(source, table, placed, deadline, None)
+                self._read(body, table, deadline)
                 digest = LayoutDigest(manifest, layout, addresses, self._device)
                 digest.launch()
                 wait_for_device(self._device, deadline, "digesting a window")
                 rows = digest.taken()
+        digests = np.zeros(len(placed.parts), np.uint64)
         digests[order] = rows
-        self._receive_seconds += time.perf_counter() - started
         return digests
 
-    def _read(
-        self,
-        source: tuple[Transport, Reader, str],
-        table: CopyTable,
-        placed: WindowPlaced,
-        deadline: Deadline,
-        digests: npt.NDArray[np.uint64] | None,
-    ) -> None:
-        transport, reader, layout_digest = source
-        check_abort = self._context.engine.check_abort
+    def _read(self, body: MoveWindow, table: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        transport, reader, source = self._sources[body.source]
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                check_abort()
-                reader.prepare([table], layout_digest, deadline)
-                check_abort()
-                reader.begin(placed.stamp, deadline)
-                check_abort()  # a begin clears an earlier abort
-                reader.read(0, deadline, digests if transport.traits.digests == "inline" else None)
-                failpoints.reached("engine.group")
-                reader.end(deadline)
+                self._context.engine.check_abort()
+                self._readers.prepare(reader, transport, source, [table], deadline)
+                self._readers.read_alone(reader, body.placed.stamp, deadline, digests)
                 return
             except BroadcastBroken:  # the window stays where it is until this engine rank has it
                 if attempt == _ATTEMPTS:
@@ -268,20 +227,10 @@ class WindowReceiver:
             tensors.append((name, flat.view(torch_dtype(part.dtype)).view(part.shape)))
         return tensors
 
-    def abort(self) -> None:
-        """Make a :meth:`prepare` or :meth:`move` in another thread end soon. Never blocks."""
-        self._readers.abort()
-
     def close(self) -> None:
-        """Close the connections, once nothing is received over them any more. The buckets are freed with their last user."""
+        """See :meth:`Filler.close`. Deferred while something is received. The buckets are freed with their last user."""
         self._pending = []
-        if self._receiving is None or self._receiving.done():
-            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
-            self._readers.close()
-        else:
-            self.abort()
-            self._receiving.add_done_callback(lambda _: self.close())
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.when_idle(self._owned.close)
 
 
 def _address(buffer: Buffer) -> int:

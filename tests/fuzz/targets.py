@@ -398,7 +398,7 @@ def _updates(data: bytes) -> None:
         parse_version(wish.weight_version, "run", 3)
     if isinstance(wish, requests.UpdateRequest):
         for packing in ("elements", "bytes"):
-            if sum(one.nbytes for one in check_bucket(wish, _MANIFEST, 1 << 20, packing)) > _MANIFEST.nbytes:
+            if sum(_MANIFEST[index].nbytes for index in check_bucket(wish, _MANIFEST, 1 << 20, packing)) > _MANIFEST.nbytes:
                 raise AssertionError("a bucket is larger than the model")
     if isinstance(wish, requests.UpdateRequest | requests.CommitRequest):
         check_digests(_MANIFEST, np.zeros(3, np.uint64), np.ones(3, np.bool_), wish.digest, wish.digests)
@@ -474,7 +474,7 @@ _FRAMES: tuple[messages.Frame, ...] = (
     Call(1, 2.0, Prepare(_plan())),
     Call(1, 2.0, messages.Publish(3)),
     Call(0, 3.0, messages.JoinGroup("g", "gloo", "h", 1, 1, 2), update=7),
-    Call(0, 3.0, messages.Receive("g", (messages.Incoming(0, "a", "float32", (4,), 16),)), update=7),
+    Call(0, 3.0, messages.Receive("g", (0, 1), flattened=True), update=7),
     messages.Refused("PeerLost", "gone"),
     messages.Progress(4),
     messages.Answer(1, messages.Moved(1, b"12345678", 0.0, 0.0, 0.0, "installed")),

@@ -19,7 +19,6 @@ from weightsync.errors import ConfigurationError, ManifestMismatch, Verification
 from weightsync.external.requests import InitGroupRequest, Tensors, UpdateRequest
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
-from weightsync.protocol.messages import Incoming
 
 __all__ = [
     "Committed",
@@ -78,8 +77,8 @@ def check_address(address: str, networks: Collection[str]) -> None:
         raise ConfigurationError(f"master_address {place} is in none of the networks that this server takes: {', '.join(networks)}")
 
 
-def check_bucket(update: UpdateRequest, manifest: Manifest, max_bytes: int, packing: Packing) -> tuple[Incoming, ...]:
-    """The tensors of a bucket, checked against ``manifest``; a single tensor may be larger than ``max_bytes``, a bucket not.
+def check_bucket(update: UpdateRequest, manifest: Manifest, max_bytes: int, packing: Packing) -> tuple[int, ...]:
+    """Check a bucket's tensors. Returns their indices in ``manifest``. One tensor may have more than ``max_bytes``, several not.
 
     A flattened bucket of ``elements`` is a vector of one dtype, with offsets in elements: mixed dtypes are refused. One of
     ``bytes`` is a vector of uint8 without padding, with offsets in bytes. With one dtype they are the same bytes on the wire.
@@ -87,14 +86,14 @@ def check_bucket(update: UpdateRequest, manifest: Manifest, max_bytes: int, pack
     """
     if not update.names and not update.finished:
         raise ConfigurationError("an update without tensors does nothing; with finished=true it would finalize")
-    incoming = _incoming(update, manifest)
-    dtypes = {tensor.dtype for tensor in incoming}
+    indices = _indices(update, manifest)
+    dtypes = set(update.dtypes)
     if update.load_format == "flattened_bucket" and packing == "elements" and len(dtypes) > 1:
         raise ConfigurationError(f"a flattened bucket holds one dtype, not {', '.join(sorted(dtypes))}; send one bucket for each")
-    total = sum(tensor.nbytes for tensor in incoming)
-    if total > max_bytes and len(incoming) > 1:
+    total = sum(manifest[index].nbytes for index in indices)
+    if total > max_bytes and len(indices) > 1:
         raise ConfigurationError(f"a bucket of {total:,} bytes; this server stages {max_bytes:,} at most: send smaller ones")
-    return incoming
+    return indices
 
 
 def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> None:
@@ -103,7 +102,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
     Raises :class:`~weightsync.errors.ConfigurationError` or :class:`~weightsync.errors.ManifestMismatch`.
     """
     known = np.zeros(len(manifest), np.bool_)
-    known[[tensor.index for tensor in _incoming(tensors, manifest)]] = True
+    known[list(_indices(tensors, manifest))] = True
     missing = [manifest[int(index)].name for index in np.flatnonzero(~known)]
     if missing and not partial:
         raise ManifestMismatch(f"{len(missing)} of the engine's {len(manifest)} tensors are not there to be sent: {_few(missing)}")
@@ -111,7 +110,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
         raise ConfigurationError("an update without tensors does nothing")
 
 
-def _incoming(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[Incoming, ...]:
+def _indices(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[int, ...]:
     names, dtypes, shapes = tensors.names, tensors.dtypes, tensors.shapes
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigurationError(
@@ -125,16 +124,13 @@ def _incoming(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[Inc
     bad = sorted(set(dtypes) - set(ITEMSIZE))
     if bad:
         raise ConfigurationError(f"unknown dtypes {_few(bad)}; known: {', '.join(sorted(ITEMSIZE))}")
-    incoming = []
-    for name, dtype, extents in zip(names, dtypes, shapes, strict=True):
-        index = manifest.index[name]
-        spec, shape = manifest[index], tuple(extents)
-        if shape != spec.shape:
-            raise ManifestMismatch(f"shape of {name}: {list(shape)} sent, the engine has {list(spec.shape)}")
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        spec = manifest[manifest.index[name]]
+        if tuple(shape) != spec.shape:
+            raise ManifestMismatch(f"shape of {name}: {shape} sent, the engine has {list(spec.shape)}")
         if dtype != spec.dtype:
             raise ManifestMismatch(f"dtype of {name}: {dtype} sent, the engine has {spec.dtype}; convert it before sending")
-        incoming.append(Incoming(index, name, dtype, shape, spec.nbytes))
-    return tuple(incoming)
+    return tuple(manifest.index[name] for name in names)
 
 
 def parse_version(label: str | None, run: str, last: int, epoch: int = FIRST_EPOCH) -> tuple[str, int, int]:

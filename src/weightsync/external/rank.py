@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from weightsync.errors import (
     WeightSyncError,
     to_wire,
 )
-from weightsync.model import Box, Manifest
+from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.protocol.messages import (
     Answer,
     Call,
@@ -34,12 +35,10 @@ from weightsync.protocol.messages import (
     Digested,
     Failure,
     Frame,
-    Incoming,
     JoinGroup,
     LeaveGroup,
     Pause,
     Receive,
-    Received,
     Verify,
     decode,
     encode,
@@ -177,21 +176,20 @@ class DisaggregatedRank(SessionFront):
         self.known[:] = False
         failpoints.reached("rank.paused")
 
-    def _receive(self, body: Receive, call: Ticket, deadline: Deadline) -> Received:
+    def _receive(self, body: Receive, call: Ticket, deadline: Deadline) -> None:
         with self._table:
             group = self._groups.get(body.group)
         if group is None or group.closed:
             raise MembershipError(f"group {body.group!r} is not initialized, or broke")
         self.session.check(call, "paused", "writing")  # another group's bucket, which ends before this one is loaded
         device = self._device if group.backend == "nccl" else torch.device("cpu")
-        memory, tensors = _stage(body, device)
-        group.broadcast(memory, deadline)
+        specs = [self.manifest[index] for index in body.tensors]  # with the names that loaders know: a sender may use aliases
+        memory, parts = _stage(specs, 1 if body.flattened else _ALIGNMENT, device)
+        group.broadcast([memory] if body.flattened and specs else list(map(_viewed, specs, parts)), deadline)
         failpoints.reached("rank.arrived")
-        if body.flattened:
-            tensors = _unflatten(memory[0], body.tensors) if memory else []
-        arrived = [  # under the names that the loaders know: a sender may use the aliases
-            Shard(self.manifest[incoming.index].name, tensor.shape, Box.whole(tuple(tensor.shape)), tensor)
-            for incoming, tensor in zip(body.tensors, tensors, strict=True)
+        arrived = [
+            Shard(spec.name, spec.shape, Box.whole(spec.shape), _viewed(spec, part))
+            for spec, part in zip(specs, parts, strict=True)
         ]
         # Of a tensor that came under several of its names, the last is what a loader leaves.
         digested = ReadBack(self.manifest).digests(list({shard.name: shard for shard in arrived}.values()), deadline)
@@ -204,8 +202,7 @@ class DisaggregatedRank(SessionFront):
                 self.session.load([(named.name, named.tensor) for named in arrived])
             if digested is not None:
                 self._received[digested[0]] = digested[1]
-            self.known[[tensor.index for tensor in body.tensors]] = True
-        return Received(sum(tensor.nbytes for tensor in body.tensors))
+            self.known[list(body.tensors)] = True
 
     def _verify(self, body: Verify, deadline: Deadline) -> Digested:
         """Digest the parameters themselves if all tensors that were sent can be read back; otherwise report what was received."""
@@ -222,31 +219,16 @@ class DisaggregatedRank(SessionFront):
         return Digested(held.astype("<u8").tobytes(), installed)
 
 
-def _stage(bucket: Receive, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Memory for the collectives, in their order, and the tensors in it, where each has a collective of its own."""
-    if bucket.flattened:
-        total = sum(tensor.nbytes for tensor in bucket.tensors)
-        return ([torch.empty(total, dtype=torch.uint8, device=device)] if bucket.tensors else []), []
-    places, end = [], 0
-    for tensor in bucket.tensors:
-        places.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8, device=device)
-    tensors = [
-        memory[place : place + tensor.nbytes].view(torch_dtype(tensor.dtype)).view(tensor.shape)
-        for tensor, place in zip(bucket.tensors, places, strict=True)
-    ]
-    return tensors, tensors
+def _stage(specs: Sequence[TensorSpec], alignment: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory for tensors, and the bytes of each in it."""
+    ends = [0, *accumulate(-(-spec.nbytes // alignment) * alignment for spec in specs)]
+    memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    return memory, [memory[start : start + spec.nbytes] for start, spec in zip(ends, specs, strict=False)]
 
 
-def _unflatten(flat: torch.Tensor, tensors: Sequence[Incoming]) -> list[torch.Tensor]:
-    """Views of a flattened bucket; a copy where mixed dtypes left a tensor at an odd address."""
-    views, place = [], 0
-    for tensor in tensors:
-        dtype = torch_dtype(tensor.dtype)
-        part = flat[place : place + tensor.nbytes]
-        if place % dtype.itemsize:
-            part = part.clone()
-        views.append(part.view(dtype).view(tensor.shape))
-        place += tensor.nbytes
-    return views
+def _viewed(spec: TensorSpec, part: torch.Tensor) -> torch.Tensor:
+    """The tensor of these bytes; a copy where mixed dtypes of a flattened bucket left it at an odd address."""
+    dtype = torch_dtype(spec.dtype)
+    if part.storage_offset() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(spec.shape)

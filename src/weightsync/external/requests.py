@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from weightsync.model import PauseMode
-from weightsync.protocol.messages import Incoming, JoinGroup, Receive
+from weightsync.protocol.messages import JoinGroup, Receive
 
 __all__ = [
     "AbortRequest",
@@ -74,8 +74,8 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ours, with ``finished``: the digest of each tensor."""
     timeout: Seconds | None = None
 
-    def message(self, tensors: tuple[Incoming, ...]) -> Receive:
-        """Return the message to the engine ranks, for the checked tensors of this bucket."""
+    def message(self, tensors: tuple[int, ...]) -> Receive:
+        """Return the message to the engine ranks, for the tensors of this bucket as indices of the manifest."""
         return Receive(self.group_name, tensors, self.load_format is not None)
 
 

@@ -32,11 +32,9 @@ from weightsync.protocol.messages import (
     Described,
     Digested,
     Done,
-    Incoming,
     LeaveGroup,
     Pause,
     Quarantine,
-    Received,
     Resume,
     Verify,
 )
@@ -258,7 +256,7 @@ class WeightUpdates:
         finally:
             group.state = "ready"
 
-    async def _update_of(self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[Incoming, ...]) -> _OpenUpdate:
+    async def _update_of(self, request: requests.UpdateRequest, manifest: Manifest, tensors: tuple[int, ...]) -> _OpenUpdate:
         """The update that a bucket belongs to; the first one begins it. Refuses what would make a commit after it impossible."""
         self._drop_overdue()
         update = self._update
@@ -268,7 +266,7 @@ class WeightUpdates:
             if update is not None and update.explicit:
                 raise ConfigurationError("this update was begun explicitly: commit or end it explicitly, not by finished=true")
             known = np.zeros(len(manifest), np.bool_) if update is None else update.known.copy()
-            known[[tensor.index for tensor in tensors]] = True
+            known[list(tensors)] = True
             self._check_claims(manifest, known, request, partial=False)
         if update is None:
             update = await self._open(requests.BeginRequest(), explicit=False)
@@ -276,15 +274,12 @@ class WeightUpdates:
         return update
 
     async def _receive(
-        self, request: requests.UpdateRequest, tensors: tuple[Incoming, ...], update: _OpenUpdate, group: _GroupState
+        self, request: requests.UpdateRequest, tensors: tuple[int, ...], update: _OpenUpdate, group: _GroupState
     ) -> None:
         limit = min(request.timeout or self.settings.bucket_timeout, self.settings.bucket_timeout)
         timeout = min(limit, update.deadline.remaining("the update"))
         try:
-            received = await ask_all(self._ranks, request.message(tensors), timeout, Received, update.number)
-            short = [rank for rank, answer in enumerate(received) if answer.nbytes != sum(t.nbytes for t in tensors)]
-            if short:
-                raise LoadError(f"ranks {short} received fewer bytes than were sent")
+            await self._tell(request.message(tensors), timeout, update.number)
             if self._update is not update:
                 raise ConfigurationError("the update ended while this bucket arrived; the bucket is part of no other")
         except BaseException as error:
@@ -296,7 +291,7 @@ class WeightUpdates:
                 with suppress(WeightSyncError):  # what made the bucket fail says more
                     await self._leave(request.group_name)
             raise
-        update.known[[tensor.index for tensor in tensors]] = True
+        update.known[list(tensors)] = True
 
     async def commit(self, request: requests.CommitRequest) -> str:
         """Verify, finalize, flush, label, resume."""

@@ -25,11 +25,11 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "CheckSources", "Commit", "Confirmed",
     "Delivery", "Describe", "Described", "DigestUnderKey", "Digested", "Done", "EndStream", "Failure", "Frame", "Hello", "Host",
-    "Incoming", "JoinGroup", "LeaveGroup", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
+    "JoinGroup", "LeaveGroup", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
     "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published",
-    "Quarantine", "Reach", "Receive", "Received", "Refused", "ReplicaList", "ReplicaResult", "Resume", "RoundResult",
-    "SourceAddress", "Timing", "Traits", "Update", "Updated", "Verify", "WaitForReplicas", "Welcome", "WindowMoved",
-    "WindowPlaced", "decode", "decoding", "encode",
+    "Quarantine", "Reach", "Receive", "Refused", "ReplicaList", "ReplicaResult", "Resume", "RoundResult", "SourceAddress",
+    "Timing", "Traits", "Update", "Updated", "Verify", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode",
+    "decoding", "encode",
 ]  # fmt: skip
 
 PROTOCOL = 10
@@ -517,11 +517,8 @@ class Done(_Struct, frozen=True):
     """A call succeeded without a result."""
 
 
-# An updated server to its engine ranks (weightsync.external), beside Pause, Commit, Resume and Quarantine. Coordinators send none.
-
-
 class Describe(_Struct, frozen=True):
-    """Report which tensors this rank takes, and its backends. Answered by :class:`Described`."""
+    """Report which tensors this rank takes. Answered by :class:`Described`. This and the next: a server's front to its ranks."""
 
 
 class Described(_Struct, frozen=True):
@@ -548,30 +545,12 @@ class LeaveGroup(_Struct, frozen=True):
     name: _Name
 
 
-class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a bucket, as it was checked."""
-
-    index: int
-    """In the manifest."""
-    name: str
-    """As it was sent; perhaps an alias of the manifest's."""
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 class Receive(_Struct, frozen=True):
-    """Receive one bucket through a group and load it. Answered by :class:`Received`."""
+    """Receive one bucket, tensors of the manifest by index, through a group and load it. Answered by :class:`Done`."""
 
     group: _Name
-    tensors: Annotated[tuple[Incoming, ...], _Many]
+    tensors: Annotated[tuple[_Number, ...], _Many]
     flattened: bool = False
-
-
-class Received(_Struct, frozen=True):
-    """Bytes of a bucket that was received and loaded."""
-
-    nbytes: int
 
 
 class Verify(_Struct, frozen=True):
@@ -593,7 +572,7 @@ Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
     Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done |
-    Describe | Described | JoinGroup | LeaveGroup | Receive | Received | Verify | Digested
+    Describe | Described | JoinGroup | LeaveGroup | Receive | Verify | Digested
 )  # fmt: skip
 
 

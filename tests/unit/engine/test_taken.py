@@ -16,7 +16,7 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
-from weightsync.protocol.messages import Body, Commit, Incoming, Move, Pause, Prepare, Quarantine, Receive, Resume, Verify
+from weightsync.protocol.messages import Body, Commit, Move, Pause, Prepare, Quarantine, Receive, Resume, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 SECONDS = 20.0
@@ -56,7 +56,7 @@ class Outside:
 
     def load(self) -> None:
         self.tell(Pause("abort"))
-        self.tell(Receive("g", (Incoming(0, "weight", "float32", (4, 6), 96),)))
+        self.tell(Receive("g", (0,)))
         self.tell(Verify())
 
     def commit(self) -> None:

@@ -14,6 +14,8 @@ from weightsync.deadline import Deadline
 __all__ = ["ReceiveAhead", "ReceiverThread"]
 
 _GRACE = 5.0  # seconds for the receiver thread to end after an abort, which a read notices every few hundred KiB
+_IDLE: Future[Any] = Future()
+_IDLE.set_result(None)
 
 
 class ReceiverThread:
@@ -22,7 +24,7 @@ class ReceiverThread:
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-receive")
-        self._receiving: Future[Any] | None = None
+        self._receiving = _IDLE
         self.seconds = 0.0
         """Seconds spent receiving."""
 
@@ -38,7 +40,6 @@ class ReceiverThread:
 
     def result(self, what: str, deadline: Deadline) -> Any:  # noqa: ANN401 - what ``receive`` returns
         """Wait for what :meth:`start` began, and return its result."""
-        assert self._receiving is not None
         return self._receiving.result(deadline.remaining(what))
 
     @contextmanager
@@ -48,15 +49,15 @@ class ReceiverThread:
             yield
         except BaseException:
             self._abort()
-            if self._receiving is not None and not self._receiving.cancel():
+            if not self._receiving.cancel():
                 wait([self._receiving], _GRACE)
             raise
 
     def when_idle(self, act: Callable[[], None]) -> None:
         """End the thread, and what it receives, and call ``act`` after that: now, if it receives nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._receiving is None or self._receiving.done():
-            self._receiving = None  # its error refers to itself through this object, and so keeps what a reader read
+        if self._receiving.done():
+            self._receiving = _IDLE  # its error refers to itself through this object, and so keeps what a reader read
             act()
         else:
             self._abort()

@@ -38,8 +38,6 @@ from weightsync.protocol.messages import (
     CheckSources,
     Commit,
     EndStream,
-    JoinGroup,
-    LeaveGroup,
     Move,
     MoveWindow,
     OpenStream,
@@ -47,11 +45,10 @@ from weightsync.protocol.messages import (
     Place,
     Prepare,
     Quarantine,
-    Receive,
     Resume,
     Update,
-    Verify,
 )
+from weightsync.protocol.update_messages import JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.transports import registry
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions", "sources"]

@@ -39,6 +39,7 @@ from weightsync.protocol import messages
 from weightsync.protocol.messages import PROTOCOL, Call, Hello, Host, Offer, PieceColumns, Prepare, SourceAddress
 from weightsync.protocol.proof import Challenger, Claimant
 from weightsync.protocol.tokens import matches
+from weightsync.protocol.update_messages import JoinGroup, Receive
 from weightsync.server.openapi import RoundRequest, decode_round
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import tiles_of
@@ -473,8 +474,8 @@ _FRAMES: tuple[messages.Frame, ...] = (
     _hello("engine"),
     Call(1, 2.0, Prepare(_plan())),
     Call(1, 2.0, messages.Publish(3)),
-    Call(0, 3.0, messages.JoinGroup("g", "gloo", "h", 1, 1, 2), update=7),
-    Call(0, 3.0, messages.Receive("g", (0, 1), flattened=True), update=7),
+    Call(0, 3.0, JoinGroup("g", "gloo", "h", 1, 1, 2), update=7),
+    Call(0, 3.0, Receive("g", (0, 1), flattened=True), update=7),
     messages.Refused("PeerLost", "gone"),
     messages.Progress(4),
     messages.Answer(1, messages.Moved(1, b"12345678", 0.0, 0.0, 0.0, "installed")),

@@ -27,22 +27,8 @@ from weightsync.errors import (
     to_wire,
 )
 from weightsync.model import Box, Manifest, TensorSpec
-from weightsync.protocol.messages import (
-    Answer,
-    Call,
-    Describe,
-    Described,
-    Digested,
-    Failure,
-    Frame,
-    JoinGroup,
-    LeaveGroup,
-    Pause,
-    Receive,
-    Verify,
-    decode,
-    encode,
-)  # fmt: skip
+from weightsync.protocol.messages import Answer, Call, Failure, Frame, Pause, decode, encode
+from weightsync.protocol.update_messages import Describe, Described, Digested, JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 

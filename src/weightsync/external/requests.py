@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from weightsync.model import PauseMode
-from weightsync.protocol.messages import JoinGroup, Receive
+from weightsync.protocol.update_messages import JoinGroup, Receive
 
 __all__ = [
     "AbortRequest",

@@ -25,19 +25,8 @@ from weightsync.errors import (
 from weightsync.external import checks, requests
 from weightsync.external.ranks import Ranks, ask_all
 from weightsync.model import Manifest, PauseMode, Version, fold, label_of
-from weightsync.protocol.messages import (
-    Body,
-    Commit,
-    Describe,
-    Described,
-    Digested,
-    Done,
-    LeaveGroup,
-    Pause,
-    Quarantine,
-    Resume,
-    Verify,
-)
+from weightsync.protocol.messages import Body, Commit, Done, Pause, Quarantine, Resume
+from weightsync.protocol.update_messages import Describe, Described, Digested, LeaveGroup, Verify
 
 __all__ = ["Settings", "WeightUpdates"]
 

@@ -20,16 +20,16 @@ from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
+from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "CheckSources", "Commit", "Confirmed",
-    "Delivery", "Describe", "Described", "DigestUnderKey", "Digested", "Done", "EndStream", "Failure", "Frame", "Hello", "Host",
-    "JoinGroup", "LeaveGroup", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
-    "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published",
-    "Quarantine", "Reach", "Receive", "Refused", "ReplicaList", "ReplicaResult", "Resume", "RoundResult", "SourceAddress",
-    "Timing", "Traits", "Update", "Updated", "Verify", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode",
-    "decoding", "encode",
+    "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move", "MoveWindow",
+    "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare",
+    "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume",
+    "RoundResult", "SourceAddress", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved",
+    "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
 PROTOCOL = 10
@@ -69,10 +69,6 @@ DigestKey = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Secret key of a digest; empty for the public constants."""
 
 Delivery = Literal["auto", "direct", "streamed"]
-
-
-class _Struct(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all messages: immutable, tagged with the class name, strict."""
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,7 +161,7 @@ class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Agent to coordinator, first frame.
 
 
-class Hello(_Struct, frozen=True):
+class Hello(Message, frozen=True):
     """First frame of an agent: describes its rank.
 
     ``session`` is random per process. It distinguishes a restarted process from one that reconnects.
@@ -226,7 +222,7 @@ class Hello(_Struct, frozen=True):
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs
 
 
-class Welcome(_Struct, frozen=True):
+class Welcome(Message, frozen=True):
     """The coordinator accepts the agent."""
 
     member: _Member
@@ -244,11 +240,11 @@ class Welcome(_Struct, frozen=True):
         return f"<Welcome of {self.member}>"
 
 
-class Confirmed(_Struct, frozen=True):
+class Confirmed(Message, frozen=True):
     """The agent has received its :class:`Welcome`; from now on only its credential can replace the connection. Needs no answer."""
 
 
-class Refused(_Struct, frozen=True):
+class Refused(Message, frozen=True):
     """The coordinator rejects the agent. ``kind`` is an error's class name."""
 
     kind: _Name
@@ -258,7 +254,7 @@ class Refused(_Struct, frozen=True):
 # Bodies of calls, coordinator to trainer; Place also to an engine.
 
 
-class Place(_Struct, frozen=True):
+class Place(Message, frozen=True):
     """Copy the shards to the published region, under this number. Answered by :class:`Placed`.
 
     An engine rank that serves its weights answers only for the version that it serves, else it fails with StaleSource.
@@ -271,14 +267,14 @@ class Place(_Struct, frozen=True):
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
 
 
-class Placed(_Struct, frozen=True):
+class Placed(Message, frozen=True):
     """Digest of every row of the published layout (uint64, little-endian), computed from the rank's own memory while it placed."""
 
     digests: bytes
     seconds: Seconds
 
 
-class DigestUnderKey(_Struct, frozen=True):
+class DigestUnderKey(Message, frozen=True):
     """Digest the published region, which holds this version, with constants from a secret key. Answered by :class:`Placed`.
 
     Fails with StaleSource if the region does not hold the version any more.
@@ -292,7 +288,7 @@ class DigestUnderKey(_Struct, frozen=True):
         return f"<DigestUnderKey of version {self.number}>"  # the key must not reach logs
 
 
-class PlaceWindow(_Struct, frozen=True):
+class PlaceWindow(Message, frozen=True):
     """Place window ``window`` of the stream that is version ``number``, when it is full. Answered by :class:`WindowPlaced`.
 
     A rank places every window whose number is its own rank modulo the trainer's world size.
@@ -309,7 +305,7 @@ class PlaceWindow(_Struct, frozen=True):
     """As in :class:`Place`."""
 
 
-class WindowPlaced(_Struct, frozen=True):
+class WindowPlaced(Message, frozen=True):
     """A window, or, without parts, the end of the stream: there is no such window."""
 
     parts: Annotated[tuple[WindowPart, ...], _Many] = ()
@@ -331,7 +327,7 @@ class WindowPlaced(_Struct, frozen=True):
 # Coordinator to engine.
 
 
-class OpenStream(_Struct, frozen=True):
+class OpenStream(Message, frozen=True):
     """Prepare for windows from these trainer ranks while still serving: connect, allocate. Answered by :class:`Prepared`."""
 
     key: _Name
@@ -340,7 +336,7 @@ class OpenStream(_Struct, frozen=True):
     window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
-class MoveWindow(_Struct, frozen=True):
+class MoveWindow(Message, frozen=True):
     """Fetch a window from source ``source`` and hand its tensors to the loader. Answered by :class:`WindowMoved`.
 
     The loader may still be at the window before when the answer comes, and at this one until the next window's or the end's.
@@ -351,33 +347,33 @@ class MoveWindow(_Struct, frozen=True):
     placed: WindowPlaced
 
 
-class WindowMoved(_Struct, frozen=True):
+class WindowMoved(Message, frozen=True):
     """Digest of every part of the window (uint64, little-endian), of what arrived."""
 
     digests: bytes
 
 
-class EndStream(_Struct, frozen=True):
+class EndStream(Message, frozen=True):
     """All windows have come. Answered by :class:`Moved`, with a digest for each tensor of the stream's manifest."""
 
     manifest: _Name
     """The manifest's fingerprint."""
 
 
-class Prepare(_Struct, frozen=True):
+class Prepare(Message, frozen=True):
     """Prepare for this plan while still serving: connect, allocate staging, build copy tables. Answered by :class:`Prepared`."""
 
     plan: PlanSlice
 
 
-class Prepared(_Struct, frozen=True):
+class Prepared(Message, frozen=True):
     """Digest of the plan as the engine rank decoded it, and the transport chosen for each source."""
 
     digest: _Name
     transports: Annotated[tuple[_Name, ...], _Many]
 
 
-class CheckSources(_Struct, frozen=True):
+class CheckSources(Message, frozen=True):
     """Check, while still serving, that this version can be read. Answered by :class:`Done`, or fails with StaleSource.
 
     Sent before a replica is re-seeded, so that a serving replica is not paused for a version that is gone.
@@ -386,7 +382,7 @@ class CheckSources(_Struct, frozen=True):
     number: _Number
 
 
-class Pause(_Struct, frozen=True):
+class Pause(Message, frozen=True):
     """Stop generation. Answered by :class:`Done` once no step runs.
 
     ``epoch`` and ``number`` are those of the version that comes next, for engines whose owner asks for certain versions.
@@ -397,7 +393,7 @@ class Pause(_Struct, frozen=True):
     epoch: _Epoch = FIRST_EPOCH
 
 
-class Move(_Struct, frozen=True):
+class Move(Message, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`.
 
     A replica that reads from another replica gets a ``key``: its digests are then taken with constants from that key, which the
@@ -411,7 +407,7 @@ class Move(_Struct, frozen=True):
         return f"<Move of version {self.number}>"  # the key must not reach logs
 
 
-class Moved(_Struct, frozen=True):
+class Moved(Message, frozen=True):
     """Digest of every row of the plan's layout (uint64, little-endian), read back from the engine's memory after the copy."""
 
     nbytes: int
@@ -423,17 +419,17 @@ class Moved(_Struct, frozen=True):
     """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
 
 
-class Commit(_Struct, frozen=True):
+class Commit(Message, frozen=True):
     """The bytes are verified: finish loading, flush caches and check that this succeeded, take the version label."""
 
     version: Version
 
 
-class Resume(_Struct, frozen=True):
+class Resume(Message, frozen=True):
     """Resume generation."""
 
 
-class Update(_Struct, frozen=True):
+class Update(Message, frozen=True):
     """Pause, move, verify, commit and resume. Sent to a replica of a single rank, which has no other rank to wait for.
 
     The rank compares what it installed with the version's digest itself. Answered by :class:`Updated`.
@@ -443,7 +439,7 @@ class Update(_Struct, frozen=True):
     mode: PauseMode
 
 
-class Updated(_Struct, frozen=True):
+class Updated(Message, frozen=True):
     """Outcome of an update. If not ``committed``, the installed bytes differ from the published ones and the rank stays paused."""
 
     moved: Moved
@@ -453,7 +449,7 @@ class Updated(_Struct, frozen=True):
     """Seconds for commit and resume."""
 
 
-class Quarantine(_Struct, frozen=True):
+class Quarantine(Message, frozen=True):
     """Abort the running update and stay paused, without a version, until a later round."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1 << 20)]
@@ -462,7 +458,7 @@ class Quarantine(_Struct, frozen=True):
 # Agent to coordinator.
 
 
-class Publish(_Struct, frozen=True):
+class Publish(Message, frozen=True):
     """A trainer rank is ready to publish this number (``None``: the next one). Answered by :class:`Published`."""
 
     number: _Number | None = None
@@ -481,7 +477,7 @@ class Publish(_Struct, frozen=True):
     """Highest number that earlier calls of this process have placed. It may be served, as far as a new coordinator knows."""
 
 
-class CannotPublish(_Struct, frozen=True):
+class CannotPublish(Message, frozen=True):
     """A trainer rank failed before it could ask to publish, so the other ranks must not wait for it. Answered by :class:`Done`."""
 
     number: _Number | None
@@ -492,7 +488,7 @@ class CannotPublish(_Struct, frozen=True):
     """As in :class:`Publish`."""
 
 
-class WaitForReplicas(_Struct, frozen=True):
+class WaitForReplicas(Message, frozen=True):
     """A trainer rank waits until ``count`` replicas, ``names`` among them, are ready. Answered by :class:`ReplicaList`."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
@@ -501,78 +497,26 @@ class WaitForReplicas(_Struct, frozen=True):
     """Whether a replica that is refused fails the wait at once, or another one may still come."""
 
 
-class ReplicaList(_Struct, frozen=True):
+class ReplicaList(Message, frozen=True):
     """Replicas that are ready for rounds."""
 
     names: Annotated[tuple[_Name, ...], _Many]
 
 
-class Published(_Struct, frozen=True):
+class Published(Message, frozen=True):
     """Result of the round that a publication started."""
 
     result: RoundResult
 
 
-class Done(_Struct, frozen=True):
+class Done(Message, frozen=True):
     """A call succeeded without a result."""
-
-
-class Describe(_Struct, frozen=True):
-    """Report which tensors this rank takes. Answered by :class:`Described`. This and the next: a server's front to its ranks."""
-
-
-class Described(_Struct, frozen=True):
-    """Main and draft tensors together, and the backends of process groups."""
-
-    tensors: Annotated[tuple[TensorSpec, ...], _Many]
-    backends: Annotated[tuple[_Name, ...], _Few]
-
-
-class JoinGroup(_Struct, frozen=True):
-    """Join a process group as rank ``rank_offset`` plus this rank's own number. Answered by :class:`Done`."""
-
-    name: _Name
-    backend: _Name
-    address: _Text
-    port: int
-    rank_offset: int
-    world_size: int
-
-
-class LeaveGroup(_Struct, frozen=True):
-    """Leave a group, if this rank is in one of that name. Answered by :class:`Done`."""
-
-    name: _Name
-
-
-class Receive(_Struct, frozen=True):
-    """Receive one bucket, tensors of the manifest by index, through a group and load it. Answered by :class:`Done`."""
-
-    group: _Name
-    tensors: Annotated[tuple[_Number, ...], _Many]
-    flattened: bool = False
-
-
-class Verify(_Struct, frozen=True):
-    """Take no more buckets, and report the digests. Answered by :class:`Digested`."""
-
-
-class Digested(_Struct, frozen=True):
-    """Digest of each tensor of the manifest (uint64, little-endian); zero if it is not known.
-
-    Known are the tensors that were received, and, if ``installed``, all others that can be read back.
-    """
-
-    digests: bytes
-    installed: bool
-    """Whether they are of the parameters themselves, not of what the loader was given."""
 
 
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
-    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done |
-    Describe | Described | JoinGroup | LeaveGroup | Receive | Verify | Digested
+    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done | UpdateMessage
 )  # fmt: skip
 
 
@@ -584,7 +528,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MOST_SPANS)] = ()
 
 
-class Call(_Struct, frozen=True):
+class Call(Message, frozen=True):
     """A request that must be answered within ``timeout`` seconds of its arrival."""
 
     id: int
@@ -596,7 +540,7 @@ class Call(_Struct, frozen=True):
     """The update from outside that the call belongs to, a random number. 0 in rounds, where a connection keeps calls in order."""
 
 
-class Answer(_Struct, frozen=True):
+class Answer(Message, frozen=True):
     """Result of the call with this id."""
 
     id: int
@@ -604,7 +548,7 @@ class Answer(_Struct, frozen=True):
     timing: Timing | None = None
 
 
-class Failure(_Struct, frozen=True):
+class Failure(Message, frozen=True):
     """The call with this id failed. ``kind`` is an error's class name."""
 
     id: int
@@ -613,19 +557,19 @@ class Failure(_Struct, frozen=True):
     timing: Timing | None = None
 
 
-class Cancel(_Struct, frozen=True):
+class Cancel(Message, frozen=True):
     """The caller no longer waits for the call with this id."""
 
     id: int
 
 
-class Progress(_Struct, frozen=True):
+class Progress(Message, frozen=True):
     """An engine rank has ``nbytes`` of the running move in place."""
 
     nbytes: int
 
 
-class Notice(_Struct, frozen=True):
+class Notice(Message, frozen=True):
     """Text for the agent's log, such as what a call waits for, or why rounds leave a replica out. Needs no answer."""
 
     text: Annotated[str, msgspec.Meta(max_length=4000)]

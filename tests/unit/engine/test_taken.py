@@ -16,7 +16,8 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
-from weightsync.protocol.messages import Body, Commit, Move, Pause, Prepare, Quarantine, Receive, Resume, Verify
+from weightsync.protocol.messages import Body, Commit, Move, Pause, Prepare, Quarantine, Resume
+from weightsync.protocol.update_messages import Receive, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 SECONDS = 20.0

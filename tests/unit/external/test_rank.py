@@ -24,22 +24,18 @@ from weightsync.protocol.messages import (
     Body,
     Call,
     Commit,
-    Digested,
     Done,
     Failure,
     Host,
-    JoinGroup,
-    LeaveGroup,
     Move,
     Pause,
     Place,
     Quarantine,
-    Receive,
     Resume,
-    Verify,
     decode,
     encode,
 )
+from weightsync.protocol.update_messages import Digested, JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 

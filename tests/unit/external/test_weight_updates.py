@@ -20,26 +20,8 @@ from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.ranks import LocalRanks
 from weightsync.external.weight_updates import Settings, WeightUpdates, _GroupState
 from weightsync.model import Manifest, TensorSpec, fold
-from weightsync.protocol.messages import (
-    Answer,
-    Body,
-    Call,
-    Commit,
-    Describe,
-    Described,
-    Digested,
-    Done,
-    Failure,
-    JoinGroup,
-    LeaveGroup,
-    Pause,
-    Quarantine,
-    Receive,
-    Resume,
-    Verify,
-    decode,
-    encode,
-)
+from weightsync.protocol.messages import Answer, Body, Call, Commit, Done, Failure, Pause, Quarantine, Resume, decode, encode
+from weightsync.protocol.update_messages import Describe, Described, Digested, JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 NAMES = ("a", "b", "c")

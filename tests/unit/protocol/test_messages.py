@@ -14,7 +14,7 @@ from msgspec import inspect
 from weightsync.errors import ProtocolError
 from weightsync.model import TensorSpec
 from weightsync.model.layout import LayoutColumns
-from weightsync.protocol import messages
+from weightsync.protocol import messages, update_messages
 from weightsync.protocol.messages import Answer, Body, Call, Frame, Hello, SourceAddress, decode, encode
 
 BODIES: tuple[type[Any], ...] = get_args(Body)
@@ -62,8 +62,12 @@ several = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
 def test_every_message_of_the_module_is_among_them() -> None:
-    structs = {found for found in vars(messages).values() if isinstance(found, type) and issubclass(found, messages._Struct)}
-    assert structs - {messages._Struct} == set(ALL)
+    structs = {
+        found
+        for found in (vars(messages) | vars(update_messages)).values()
+        if isinstance(found, type) and issubclass(found, messages.Message)
+    }
+    assert structs - {messages.Message} == set(ALL)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from weightsync.deadline import Deadline
@@ -50,7 +50,8 @@ class ReceiverThread:
         except BaseException:
             self._abort()
             if not self._receiving.cancel():
-                wait([self._receiving], _GRACE)
+                with suppress(Exception):  # the error that ended the block is the one to report
+                    self._receiving.result(_GRACE)
             raise
 
     def when_idle(self, act: Callable[[], None]) -> None:

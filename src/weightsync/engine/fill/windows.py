@@ -68,7 +68,7 @@ class WindowFiller(Filler):
         self._buffers: list[Buffer] = []
         self._stream: torch.cuda.Stream | None = None
         self._known = KnownWindows(_WindowAt.of)
-        self._thread = ReceiverThread(self.abort)
+        self._thread = ReceiverThread(self._readers.abort)
         self.begin()
 
     def _free_bytes(self) -> int | None:

@@ -30,7 +30,8 @@ from weightsync.external.checks import (
 )
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
-from weightsync.protocol.messages import Digested, Pause, Verify
+from weightsync.protocol.messages import Pause
+from weightsync.protocol.update_messages import Digested, Verify
 
 __all__ = ["PushedUpdates", "is_group"]
 

@@ -27,6 +27,7 @@ from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.protocol.worker import received_for
+from weightsync.publishing.host_copy import HostPublisher
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.stream import Stream, StreamRole
@@ -354,10 +355,10 @@ class EngineProcess(Agent):
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
 
-class _Placer:
+class _Placer(HostPublisher):
     """The real placer, taking its time."""
 
-    def __init__(self, process: Agent, real: Any) -> None:
+    def __init__(self, process: Agent, real: Any) -> None:  # not the base's: all that is asked of it goes to the real one
         self._process, self._real = process, real
 
     def place(self, stop: Any, deadline: Any) -> Any:

@@ -63,7 +63,9 @@ def check(outcome: Outcome) -> None:
 def test_most_of_what_can_happen_did(outcome: Outcome) -> None:
     missing = census(outcome)
     assert len(missing) <= RARE, missing
-    assert not [name for name in missing if name in ALL_STATES and name.startswith(("replica", "phase", "verified", "delivery", "fed by"))]
+    assert not [
+        name for name in missing if name in ALL_STATES and name.startswith(("replica", "phase", "verified", "delivery", "fed by"))
+    ]
     assert outcome.kills > SCHEDULES / 4
     assert outcome.corruptions > SCHEDULES / 10
     assert len(set(ALL_FAULTS)) == len(ALL_FAULTS)

@@ -252,7 +252,7 @@ class EngineProcess(Agent):
         vars(self.engine).update(fields)
         if world.serving and direct:
             served = self.engine._served = role.serve_weights([world.scheme], world.key, LOOPBACK)
-            served._placer = _Placer(self, served._placer)  # type: ignore[assignment]
+            served._placer = _Placer(self, served._placer)
             self.stale = np.zeros(max(served.layout.regions[0], 1), np.uint8)
         self.link = _Link(
             _SETTINGS, hello=self.engine._hello, receive=role.receive, on_lost=lambda _: role.session.abort(), name=self.member
@@ -361,7 +361,7 @@ class _Placer(HostPublisher):
     def __init__(self, process: Agent, real: Any) -> None:  # not the base's: all that is asked of it goes to the real one
         self._process, self._real = process, real
 
-    def place(self, stop: Any, deadline: Any) -> Any:
+    def place(self, stop: Any = None, deadline: Any = None) -> Any:
         world = self._process.world
         seconds, kind = world.at_point(self._process, "place", fast=0.005)
         while seconds > 0 and not stop[0]:  # the compiled copy looks at the flag every few hundred KiB
@@ -408,7 +408,7 @@ class TrainerProcess(Agent):
             role = StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, rank, ranks)
         else:
             role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
-            role._placer = _Placer(self, role._placer)  # type: ignore[assignment]
+            role._placer = _Placer(self, role._placer)
         self.role = role
         if not isinstance(role.region, PublishedRegion):
             raise RuntimeError("a simulated trainer rank publishes from host memory")

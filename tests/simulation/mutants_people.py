@@ -96,7 +96,7 @@ def _claims_seed_replicas() -> AbstractContextManager[None]:
 
 
 def _calls_not_counted() -> AbstractContextManager[None]:
-    return replaced((PublishBarrier, "_position", lambda *_: None))
+    return replaced((PublishBarrier, "_counted", lambda *_: None))
 
 
 def _interrupted_calls_wait() -> AbstractContextManager[None]:

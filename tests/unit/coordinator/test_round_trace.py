@@ -96,7 +96,7 @@ async def test_the_slowest_phase_is_that_of_a_rank_and_a_call_without_an_answer_
     ]  # fmt: skip
     hung = started()
     hung.unanswered("hung/0", "Pause", 0.0, 30.0)
-    assert str(finished(hung).slowest()) == "Pause unanswered at hung/0, 30.000 s"
+    assert str(finished(hung).slowest()) == "Pause unanswered at hung/0, 30000 ms"
 
 
 def test_spans_of_one_name_and_source_are_added_up() -> None:

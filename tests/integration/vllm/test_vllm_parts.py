@@ -297,7 +297,7 @@ def test_whatever_is_answered_is_no_success_or_one_of_our_errors(said: bytes, er
 def test_what_is_no_call_is_refused(fake: Fake, no_leaks: None) -> None:
     with ControlsServer(fake) as server:
         place, _, key = server.address.partition(":")
-        for data in (b"nonsense" * 4, b"\xff" * 36):
+        for data in (b"nonsense" * 8, b"\xff" * 64):  # more than a header
             with closing(connect_local("weightsync-vllm-", place, bytes.fromhex(key), "owner", Deadline(5))) as channel:
                 channel.send([data], Deadline(5))
                 with pytest.raises(PeerLost):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import uuid
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import get_args
@@ -185,6 +186,11 @@ class Engine(Closeable):
     def drain(self, timeout: float) -> None:
         """Wait until what the coordinator asked of this rank is answered, up to ``timeout`` seconds."""
         self._link.drain(timeout)
+
+    def settle(self, timeout: float) -> None:
+        """Call :meth:`drain`, which it was called before. Deprecated."""
+        warnings.warn("Engine.settle is now Engine.drain", DeprecationWarning, stacklevel=2)
+        self.drain(timeout)
 
     def close(self) -> None:
         """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""

@@ -10,8 +10,9 @@ import torch
 from tests.unit.integrations.megatron_standins import Model
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.integrations.megatron import Family, hf_state
+from weightsync.integrations.megatron import Family, bridged_state, hf_state
 from weightsync.integrations.megatron.bridged_state import checkpoint_manifest
+from weightsync.integrations.megatron.element_numbers import trace
 
 transformers = pytest.importorskip("transformers")
 
@@ -153,6 +154,40 @@ def test_the_manifest_is_that_of_transformers_checkpoint() -> None:
     assert specs["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (8, 4)
     assert specs["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == "float32"
     assert {spec.dtype for name, spec in specs.items() if "bias" not in name} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.12.mlp.linear_fc1.weight", True),
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight7", "decoder.layers.3.mlp.experts.linear_fc1.weight11", True),
+        ("model.layers.3.mlp.experts.7.down_proj.bias", "model.layers.4.mlp.experts.0.down_proj.bias", True),
+        ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc2.weight", False),
+        ("model.layers.3.block_sparse_moe.experts.1.w1.weight", "model.layers.3.block_sparse_moe.experts.1.w3.weight", False),
+    ],
+)
+def test_parameters_that_differ_by_layer_and_expert_alone_are_of_one_kind(one: str, other: str, alike: bool) -> None:
+    """A kind is traced once: the boxes of fc1 under the name of fc2 would be wrong weights."""
+    assert (bridged_state._NUMBER.sub("", one) == bridged_state._NUMBER.sub("", other)) is alike
+
+
+def test_a_full_gpu_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+
+    def full(convert: Any, shape: tuple[int, ...], device: torch.device) -> Any:
+        devices.append(device)
+        if len(devices) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trace(convert, shape, device)
+
+    monkeypatch.setattr(bridged_state, "trace", full)
+    assert hf_state(model(), config=HF, bridge=convert).declare()[1]
+    assert devices[:2] == [torch.device("cpu")] * 2
+
+
+def test_shapes_of_no_dimension_are_compared_too() -> None:
+    with pytest.raises(LayoutError, match=r"with shape \[\], and the checkpoint has \[1\]"):
+        bridged_state._placed("scale", "scale", (), (1,))
 
 
 def test_a_model_that_transformers_does_not_know_is_refused() -> None:

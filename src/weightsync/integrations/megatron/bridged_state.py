@@ -22,7 +22,8 @@ from weightsync.tensors.shards import Shard, dtype_name, manifest_of
 __all__ = ["BridgedState", "checkpoint_manifest"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)$")
-_NUMBER = re.compile(r"[0-9]+")
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)|(?<=weight)[0-9]+$|(?<=bias)[0-9]+$")
+"""Of a layer or an expert. Other digits belong to the name: fc1 and fc2 are two kinds of parameter."""
 _EXPERT = re.compile(r"(.+)\.experts\.(?:local_experts\.([0-9]+)(\..+)|(.+\.(?:weight|bias))([0-9]+))")
 _EXPERT_NUMBER = re.compile(r"\.experts\.(?:local_experts\.([0-9]+)|.+?([0-9]+)$)")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
@@ -86,7 +87,10 @@ class BridgedState(LiveState):
         names = list(convert(torch.empty(shape, dtype=torch.float64, device="meta")))
         kind = (_NUMBER.sub("", known_as), type(module), shape, *(_NUMBER.sub("", each) for each in names))
         if kind not in self._known:
-            self._known[kind] = trace(convert, shape, value.device)
+            try:
+                self._known[kind] = trace(convert, shape, value.device)
+            except torch.OutOfMemoryError:  # a trainer's GPU is full: slower in host memory, once
+                self._known[kind] = trace(convert, shape, torch.device("cpu"))
         left = value.numel()
         for each, (made, boxes) in zip(names, self._known[kind], strict=True):
             spec = self._names.get(each)
@@ -138,7 +142,7 @@ def _placed(name: str, known_as: str, made: tuple[int, ...], whole: tuple[int, .
     Raises:
         LayoutError: The shapes mean different things.
     """
-    if made == whole or (made[1:] == whole[1:] and made[0] > whole[0] and name.endswith(_VOCABULARY)):
+    if made == whole or (made[1:] == whole[1:] and made[:1] > whole[:1] and name.endswith(_VOCABULARY)):
         return lambda box: box
     expert = _EXPERT_NUMBER.search(name)
     if is_expert(name) and expert is not None and made == whole[1:]:  # a tensor of all experts

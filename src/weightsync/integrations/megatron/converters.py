@@ -82,7 +82,6 @@ class _MegatronBridge(Converter):
         super().__init__(place)
         if getattr(bridge, "hf_config", None) is None:
             bridge.hf_config = config  # as its own conversions do first
-        self._config: Any = None
         with self._alone():
             self._registry = bridge.mapping_registry()
 

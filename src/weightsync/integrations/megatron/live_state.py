@@ -21,7 +21,7 @@ class LiveState(ShardedState):
     """The manifest of the whole model, and the boxes of it that one rank's parameters hold.
 
     Boxes are views of the parameters, but for those whose published values differ by a constant: these are copies, which are
-    computed anew before each publication.
+    computed again before each publication.
     """
 
     def __init__(self, manifest: Manifest, chunks: Sequence[ModelChunk]) -> None:

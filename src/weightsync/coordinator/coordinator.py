@@ -29,6 +29,7 @@ from msgspec import structs
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator.agreement import PreparingAhead
+from weightsync.coordinator.alerts import alerts_of
 from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
@@ -48,7 +49,7 @@ from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
-from weightsync.coordinator.status_of import rank_status, replica_gauges, replica_status
+from weightsync.coordinator.status_of import replica_gauges, replica_status
 from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
@@ -91,6 +92,7 @@ class Coordinator:
         self._keyed = KeyedDigester(self._members, self._planner)
         self._preparing = PreparingAhead(self._members, self._planner, settings.timeout, self._spawn)
         self._closed = False
+        self._started = time.time()
 
     # Membership.
 
@@ -183,7 +185,7 @@ class Coordinator:
         reason = "its credential was revoked"
         self.leave(link.node, reason, clean=True)  # a clean end: rounds do not miss the rank
         link.node.dismiss(reason)
-        return rank_status(link)
+        return link.status()
 
     def progress(self, rank: EngineRank, nbytes: int) -> None:
         """Record that an engine rank has ``nbytes`` of the running move in place."""
@@ -356,6 +358,8 @@ class Coordinator:
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._past.keep_trace(tracer, why)
+            if isinstance(error, Exception):
+                self._past.failure = (this, why, time.time())
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
         self._past.keep_trace(tracer, result.error)
@@ -474,17 +478,23 @@ class Coordinator:
     def status(self) -> Status:
         """Snapshot of the coordinator."""
         current = self._publications.current(self._members.trainers)
+        replicas = tuple(replica_status(replica, self._publications) for _, replica in sorted(self._members.replicas.items()))
+        gone = tuple(rank for _, rank in sorted(self._members.gone_trainers.items()))
         return Status(
             run=self.settings.run,
             last=self._publications.last,
             version=None if current is None else current.version,
             busy=self._lock.locked(),
             trainer_world_size=self._members.world_size,
-            trainer=tuple(rank_status(link) for _, link in sorted(self._members.trainers.items())),
-            replicas=tuple(replica_status(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
+            trainer=tuple(link.status() for _, link in sorted(self._members.trainers.items())),
+            replicas=replicas,
             rounds=tuple(self._past.results),
             epoch=self._publications.epoch,
             now=time.time(),
+            started=self._started,
+            trainer_expected=self._members.trainer_expected,
+            trainer_gone=gone,
+            alerts=alerts_of(replicas, gone, self._past),
         )
 
     def gauges(self) -> Gauges:

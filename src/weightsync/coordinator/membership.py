@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from itertools import islice
 from typing import Any
 
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
 from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.status import RankStatus
 from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
 from weightsync.model import Manifest
 
@@ -25,6 +27,10 @@ class Membership:
     def __init__(self) -> None:
         self.trainers: dict[str, RankHandle[TrainerRank]] = {}
         self.replicas: dict[str, Replica] = {}
+        self.trainer_expected = 0
+        """Number of ranks of the trainer that is connected, or was the last to be."""
+        self.gone_trainers: dict[int, RankStatus] = {}
+        """Trainer ranks whose connection ended other than on purpose and that have not come back."""
         self._lost: dict[str, Replica] = {}
         self._revoked: dict[str, None] = {}
         """SHA-256 hashes of revoked credentials and sessions, oldest first."""
@@ -92,6 +98,10 @@ class Membership:
             held.node.dismiss(_replaced(node))
         link: RankHandle[TrainerRank] = RankHandle(node, credential)
         self.trainers[rank.member] = link
+        if hello.world_size != self.trainer_expected:
+            self.gone_trainers.clear()
+        self.trainer_expected = hello.world_size
+        self.gone_trainers.pop(hello.rank, None)
         for replica in self.replicas.values():
             self._validate(replica)
         return link
@@ -180,6 +190,10 @@ class Membership:
         if trainer is not None and trainer.node is node:
             del self.trainers[member]
             trainer.sever(reason)
+            if not clean:
+                self.gone_trainers[trainer.rank.hello.rank] = trainer.status(ended=time.time())
+            elif not self.trainers and not self.gone_trainers:
+                self.trainer_expected = 0
             return True
         replica = self.replicas.get(node.rank.hello.name) if isinstance(node.rank, EngineRank) else None
         link = None if replica is None else replica.links.get(node.rank.hello.rank)
@@ -215,8 +229,8 @@ class Membership:
         return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None
 
     def _evict(self, lost: Replica) -> None:
-        """Drop a replica that has no connections. One that was complete stays in the status for a while."""
-        if not lost.was_complete:
+        """Drop a replica that has no connections. One that was complete or refused stays in the status for a while."""
+        if not lost.was_complete and lost.refusal is None:
             del self.replicas[lost.name]
             return
         self._lost.pop(lost.name, None)

@@ -19,10 +19,13 @@ class PastRounds:
     def __init__(self, results: int, traces: int) -> None:
         self.results: deque[RoundResult] = deque(maxlen=results)
         self.traces: deque[RoundTracer] = deque(maxlen=traces)
+        self.failure: tuple[int, str, float] | None = None
+        """Number, error and end of the last round, if it ended without a result."""
 
     def keep(self, result: RoundResult) -> None:
         """Keep the result of a round."""
         self.results.append(result)
+        self.failure = None
         while len(self.results) > 1 and sum(len(past.replicas) for past in self.results) > _MOST_RESULTS:
             self.results.popleft()
 

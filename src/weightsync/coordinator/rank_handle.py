@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from weightsync.config import Secret
 from weightsync.coordinator.answers import check_answer
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
+from weightsync.coordinator.status import RankStatus
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.protocol.messages import Body
@@ -65,6 +66,11 @@ class RankHandle(Generic[R]):
     def member(self) -> str:
         """Name of the rank, unique among all ranks of the run."""
         return self.rank.member
+
+    def status(self, ended: float | None = None) -> RankStatus:
+        """Where the rank runs, for display."""
+        hello = self.rank.hello
+        return RankStatus(self.member, hello.rank, hello.host.name, hello.pid, ended)
 
     @property
     def credential(self) -> str:

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
+from weightsync.coordinator.status import RankStatus
 from weightsync.errors import MembershipError, PeerLost, WeightSyncError
 from weightsync.model import Manifest, Version
 
 __all__ = ["TRANSITIONS", "Replica", "State"]
 
 _SHOWN = 16
+_REFUSAL_SECONDS = 3600.0
 
 State = Literal["registered", "loaded", "updating", "dirty", "lost"]
 
@@ -58,6 +60,12 @@ class Replica:
         """Why the last update failed; ``None`` after a success."""
         self.refusal: str | None = None
         """Why rounds leave the replica out (its tensors differ from the trainer's); ``None`` if they do not."""
+        self.gone: dict[int, RankStatus] = {}
+        """Where each missing rank ran, for display."""
+        self.verified = ""
+        """How the version was verified."""
+        self.paused_seconds: float | None = None
+        """Pause of its last update."""
         self._vanished: dict[int, float] = {}
         """Ranks whose connection broke and that have not reconnected, with the event loop's time of the loss."""
         self.phases: dict[str, float] = {}
@@ -98,10 +106,19 @@ class Replica:
 
     @property
     def shown_state(self) -> str:
-        """State for display: ``refused`` if it is connected and rounds leave it out, ``left`` if it was closed; else ``state``."""
-        if self.state == "lost" and self.departed:
-            return "left"
-        return "refused" if self.refusal is not None and self.links else self.state
+        """State for display: ``refused`` if rounds leave it out, ``left`` if it was closed; otherwise ``state``.
+
+        A refusal is shown for an hour after the replica's end: the engine's process usually ends by it.
+        """
+        if self.refusal is not None and (self.links or time.time() - self.since < _REFUSAL_SECONDS):
+            return "refused"
+        return "left" if self.state == "lost" and self.departed else self.state
+
+    @property
+    def shown_error(self) -> str | None:
+        """Error for display."""
+        shown = self.shown_state
+        return None if shown == "left" else self.refusal if shown == "refused" else self.error
 
     @property
     def departed(self) -> bool:
@@ -171,6 +188,7 @@ class Replica:
             self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
         self.links[hello.rank] = link
         self._vanished.pop(hello.rank, None)
+        self.gone.pop(hello.rank, None)
         self.was_complete |= self.complete
         if self.state == "lost":
             self.become("registered", error=self.error)
@@ -186,6 +204,7 @@ class Replica:
         link.sever(reason)
         if self.links.get(link.rank.hello.rank) is link:
             del self.links[link.rank.hello.rank]
+            self.gone[link.rank.hello.rank] = link.status(ended=time.time())
             if not clean:
                 self._vanished[link.rank.hello.rank] = asyncio.get_running_loop().time()
             if self.state != "lost":

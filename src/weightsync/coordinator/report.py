@@ -95,6 +95,7 @@ class Report:
         phases = {name: self._phases[name] for name in _PHASES if name in self._phases}
         replica.phases = phases
         replica.received, replica.expected = {}, 0
+        replica.paused_seconds = self._paused_seconds
         version = replica.version
         verified = {answer.verified for answer in self.moved.values()}
         measured = sum(phases.values())  # more than that, no part of it can have taken
@@ -121,6 +122,7 @@ class Report:
             staleness=publications.behind(version),
             service=SERVICE.get(replica.state, replica.state),
         )
+        replica.verified = result.verified
         self._emit(ReplicaEnded(self._round, result))
         return result
 

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from weightsync.model import FIRST_EPOCH, SlowestSpan, Version
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["Gauges", "RankStatus", "ReplicaGauges", "ReplicaStatus", "Status"]
+__all__ = ["Alert", "Gauges", "RankStatus", "ReplicaGauges", "ReplicaStatus", "Status"]
+
+
+class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A problem, and how to solve it."""
+
+    level: Literal["error", "warning"]
+    subject: str
+    """A replica's name, ``trainer``, or ``update``."""
+    kind: str
+    """``lost``, ``refused``, ``out_of_service``, ``incomplete``, ``behind``, ``slow`` or ``failed``."""
+    text: str
+    """What happened. Begins with the subject."""
+    fix: str
+    since: float
+    """Seconds since the Unix epoch."""
+    error: str = ""
+    """Class name of the error; empty if there is none."""
+    round: int | None = None
+    """Round in which it happened."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A connected rank."""
+    """A rank that is connected, or was."""
 
     member: str
     rank: int
     host: str
     pid: int
     """Process id on ``host``."""
+    ended: float | None = None
+    """Time at which its connection ended, in seconds since the Unix epoch; ``None`` while it is connected."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +71,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Epoch of ``version``."""
     service: str = ""
     """``state`` in other words: ``serving`` for ``loaded``, ``out_of_service`` for ``dirty``."""
+    gone: tuple[RankStatus, ...] = ()
+    """Missing ranks that were connected before: where they ran, and until when."""
+    verified: str = ""
+    """How ``version`` was verified: ``installed``, ``received``, or empty if this coordinator did not see its update."""
+    paused_seconds: float | None = None
+    """Pause of the last update; ``None`` before the first one."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +98,16 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Latest epoch in which a version is known to have been published."""
     now: float = 0.0
     """Time of the snapshot by the coordinator's clock, in seconds since the Unix epoch."""
+    started: float = 0.0
+    """Time at which the coordinator started, in seconds since the Unix epoch."""
+    release: str = ""
+    """Version of weightsync."""
+    trainer_expected: int = 0
+    """Number of ranks of the trainer that is connected or was the last to be; ``trainer_world_size`` is 0 without one."""
+    trainer_gone: tuple[RankStatus, ...] = ()
+    """Trainer ranks whose connection ended other than on purpose and that have not come back."""
+    alerts: tuple[Alert, ...] = ()
+    """Problems, the worst first."""
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from weightsync.coordinator.publications import Publications
-from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.replicas import Replica
-from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
+from weightsync.coordinator.status import ReplicaGauges, ReplicaStatus
 from weightsync.model import SERVICE
 
-__all__ = ["rank_status", "replica_gauges", "replica_status"]
-
-
-def rank_status(link: RankHandle[Any]) -> RankStatus:
-    """Status of a rank."""
-    rank = link.rank
-    return RankStatus(rank.member, rank.hello.rank, rank.hello.host.name, rank.hello.pid)
+__all__ = ["replica_gauges", "replica_status"]
 
 
 def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
@@ -41,10 +32,13 @@ def replica_status(replica: Replica, publications: Publications) -> ReplicaStatu
         since=replica.since,
         world_size=replica.world_size,
         missing=tuple(replica.missing),
-        ranks=tuple(rank_status(link) for _, link in sorted(replica.links.items())),
+        ranks=tuple(link.status() for _, link in sorted(replica.links.items())),
         adapter=next((link.rank.hello.adapter for link in replica.links.values()), ""),
-        error=None if replica.shown_state == "left" else replica.error,
+        error=replica.shown_error,
         phases=dict(replica.phases),
         epoch=None if version is None else version.epoch,
         service=SERVICE.get(replica.shown_state, replica.shown_state),
+        gone=tuple(rank for _, rank in sorted(replica.gone.items())),
+        verified=replica.verified if version is not None else "",
+        paused_seconds=replica.paused_seconds,
     )

@@ -232,10 +232,7 @@ class _Connection:
             self.said_goodbye = gone.code == CloseCode.NORMAL_CLOSURE
             async with _at_most(_RETURN_SECONDS):
                 await self.calls.returned()  # an answer may have arrived together with the end of the connection
-            return (
-                readable(gone.reason or "", _REASON_BYTES)
-                or f"its connection ended without a goodbye: killed, crashed, hung or cut off (code {gone.code})"
-            )
+            return readable(gone.reason or "", _REASON_BYTES) or "it disappeared: killed, crashed, hung or cut off from the network"
         except ProtocolError as error:
             _log.warning("%s: %s", self._member, error)
             await _close(self._socket, CloseCode.PROTOCOL_ERROR, str(error))

@@ -134,7 +134,7 @@ class Service:
         self._otel = OtelExport() if settings.otel == "on" else None
         self._history = RoundHistory(settings.history_directory, coordinator.settings.run)
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
-        self._state = Snapshot(lambda: msgspec.json.encode(coordinator.status()))
+        self._state = Snapshot(lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=release())))
         self._exposition = Snapshot(lambda: self._metrics.text(coordinator.gauges()))
         uncounted = frozenset([*_UNCOUNTED, *(path for mount in mounts for path in mount.lasting)])
         routes = [

@@ -47,9 +47,15 @@ def check_accessibility(page: Page) -> None:
 
 def check_width(page: Page) -> None:
     """Check that the page needs no horizontal scrolling on a phone, on a laptop and in 4K."""
-    for width in (320, 1280, 3840):
+    for width in (320, 360, 768, 1280, 1440, 3840):
         page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        wide = page.evaluate(
+            "width => document.documentElement.scrollWidth <= width ? [] : [...document.querySelectorAll('body *')]"
+            ".filter((e) => e.getBoundingClientRect().right > width && !e.closest('.scroll'))"
+            ".map((e) => e.outerHTML.slice(0, 200))",
+            width,
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, wide
     page.set_viewport_size({"width": 1280, "height": 900})
 
 

@@ -6,13 +6,15 @@ import re
 import secrets
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.integration.server.browser import Page, check_accessibility, check_width, page
-from tests.integration.server.service_support import engine_hello, free_port, joined, trainer_hello
+from tests.integration.server.service_support import RawAgent, engine_hello, free_port, joined, trainer_hello
 from tests.integration.server.test_service_theft import Squatter, http
 from tests.integration.server.test_sight import SlowAdapter, publish
 
 from weightsync.config import ClientSettings, Secret, ServerSettings
+from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import Publish
 from weightsync.protocol.tokens import login_url
 from weightsync.server.page import HTML
@@ -37,14 +39,15 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path
         check_accessibility(page)
         page.goto(login_url(server.address, Secret(server.token)))  # in the same tab: only the fragment changes
         assert "no version can be seeded" in text_with(page, "run run")
+        assert page.inner_text("#chip") == "waiting for replicas"
         assert "needs its token" not in page.inner_text("body")
         assert server.token not in page.evaluate("location.href + JSON.stringify(history.state)")
         settings = ClientSettings(coordinator=server.address)
         with joined(settings, engine_hello("mine-0")), joined(settings, trainer_hello()) as trainer:
             trainer.link.call(Publish(3), 20)
             shown = text_with(page, "16 B")
-            assert re.search(r"mine-0\s+loaded\s+3\s+0\s+\d+ s\s+[0-9a-f]{16}\s+1/1", shown)
-            assert re.search(r"\d+:\d\d:\d\d( [AP]M)?\s+1\s+3\s+ok\s+16 B", shown)
+            assert re.search(r"mine-0\s+serving\s+3\s+0\s+\d+ s\s+\S+\s+\S+ m?s\s+1/1\s+host · \d+", shown)
+            assert re.search(r"\d\d:\d\d:\d\d\s+1\s+3\s+ok\s+16 B", shown)
             check_accessibility(page)
         page.locator("#replicas .left").wait_for()
         shown = page.inner_text("body")
@@ -113,8 +116,46 @@ def test_the_page_names_the_slow_rank_fits_any_screen_and_is_accessible(page: Pa
         assert page.locator("#chart canvas").count() == 1
         page.locator("button.round").last.click()
         text_with(page, "Round 1,")
+        assert page.evaluate("location.hash") == "#round=1"
+        page.evaluate("drawnRounds = ''")
+        page.evaluate("refresh()")  # as after an update: the opened round and the focus stay
+        page.wait_for_function("() => drawnRounds !== ''")
+        assert "Round 1," in page.inner_text("#slowest")
+        assert page.evaluate("document.activeElement.dataset.key") == "run 1"
+        page.get_by_role("button", name="Follow live").click()
+        text_with(page, "Round 2,")
         check_width(page)
         check_accessibility(page)
         page.evaluate("document.querySelector('main').append(document.createElement('img'))")
         with pytest.raises(AssertionError, match="image-alt"):
             check_accessibility(page)
+
+
+def test_a_refused_a_killed_and_a_dead_trainer_are_alerts_with_a_fix_and_a_place(page: Page) -> None:
+    """A refusal stays visible after its process ended; a lost rank keeps its host and process; a dead trainer is an alarm."""
+    other = msgspec.structs.replace(engine_hello("refused-0"), manifest=Manifest([TensorSpec("w", (2, 2), "float16")]).tensors)
+    with BackgroundServer(ServerSettings(port=0, run="run")) as server:
+        page.goto(login_url(server.address, Secret(server.token)))
+        text_with(page, "No replica has joined yet")
+        with RawAgent(server.address, server.token) as trainer:
+            trainer.say(trainer_hello())
+            trainer.hear()
+            for hello in (engine_hello("mine-0"), other):
+                with RawAgent(server.address, server.token) as agent:
+                    agent.say(hello)
+                    agent.hear()
+            shown = text_with(page, "2 problems")
+            assert re.search(r"mine-0/0 disappeared .* Last seen: process \d+ on host\.", shown)
+            assert re.search(r"refused-0 was refused\. Last seen: process \d+ on host\. ", shown)
+            assert "float16 instead of float32" in shown
+            assert "Fix: To publish what the engine holds, use Trainer(..., dtype=torch.float16)" in shown
+            assert page.locator("#replicas th").all_inner_texts() == ["mine-0", "refused-0"]
+        shown = text_with(page, "3 problems")
+        assert "trainer/0 disappeared" in shown
+        assert "trainer ranks 0/1" in shown
+        assert page.title() == "(3) 0/2 serving · weightsync"
+        check_accessibility(page)
+        check_width(page)
+    page.locator("#dead:visible").wait_for()
+    assert page.title() == "(!) no answer · weightsync"
+    check_accessibility(page)

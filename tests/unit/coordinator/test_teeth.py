@@ -158,7 +158,9 @@ async def test_a_rank_that_leaves_after_its_last_answer_leaves_the_others_with_t
     links: dict[str, RankHandle[Any]] = {}
     replica = Replica("r", 2, None)  # type: ignore[arg-type]
     for number in range(2):
-        rank = SimpleNamespace(member=f"r/{number}", hello=SimpleNamespace(rank=number, serving=None))
+        rank = SimpleNamespace(
+            member=f"r/{number}", hello=SimpleNamespace(rank=number, serving=None, host=SimpleNamespace(name="host"), pid=1)
+        )
         links[rank.member] = replica.links[number] = RankHandle(SimpleNamespace(rank=rank))
     replica.begin(links)
     replica.detach(links["r/1"], "its process closed it", clean=True)

@@ -62,6 +62,8 @@ class Replica:
         """Why rounds leave the replica out (its tensors differ from the trainer's); ``None`` if they do not."""
         self.gone: dict[int, RankStatus] = {}
         """Where each missing rank ran, for display."""
+        self._ended_refused = False
+        """Whether it was refused when its last connection ended. Later trainers do not refuse what has left."""
         self.verified = ""
         """How the version was verified."""
         self.paused_seconds: float | None = None
@@ -110,7 +112,7 @@ class Replica:
 
         A refusal is shown for an hour after the replica's end: the engine's process usually ends by it.
         """
-        if self.refusal is not None and (self.links or time.time() - self.since < _REFUSAL_SECONDS):
+        if self.refusal is not None and (self.links or (self._ended_refused and time.time() - self.since < _REFUSAL_SECONDS)):
             return "refused"
         return "left" if self.state == "lost" and self.departed else self.state
 
@@ -204,6 +206,7 @@ class Replica:
         link.sever(reason)
         if self.links.get(link.rank.hello.rank) is link:
             del self.links[link.rank.hello.rank]
+            self._ended_refused = self.refusal is not None
             self.gone[link.rank.hello.rank] = link.status(ended=time.time())
             if not clean:
                 self._vanished[link.rank.hello.rank] = asyncio.get_running_loop().time()

@@ -137,6 +137,10 @@ def test_a_refused_a_killed_and_a_dead_trainer_are_alerts_with_a_fix_and_a_place
     with BackgroundServer(ServerSettings(port=0, run="run")) as server:
         page.goto(login_url(server.address, Secret(server.token)))
         text_with(page, "No replica has joined yet")
+        gone = msgspec.structs.replace(other, name="left-0")
+        with joined(ClientSettings(coordinator=server.address, token=Secret(server.token)), gone):
+            page.locator("#replicas .registered").wait_for()
+        page.locator("#replicas .left").wait_for()
         with RawAgent(server.address, server.token) as trainer:
             trainer.say(trainer_hello())
             trainer.hear()
@@ -145,11 +149,12 @@ def test_a_refused_a_killed_and_a_dead_trainer_are_alerts_with_a_fix_and_a_place
                     agent.say(hello)
                     agent.hear()
             shown = text_with(page, "2 problems")
+            assert page.locator("#replicas .left").inner_text() == "left", "a later trainer does not refuse what has left"
             assert re.search(r"mine-0/0 disappeared .* Last seen: process \d+ on host\.", shown)
             assert re.search(r"refused-0 was refused\. Last seen: process \d+ on host\. ", shown)
             assert "float16 instead of float32" in shown
             assert "Fix: To publish what the engine holds, use Trainer(..., dtype=torch.float16)" in shown
-            assert page.locator("#replicas th").all_inner_texts() == ["mine-0", "refused-0"]
+            assert page.locator("#replicas th").all_inner_texts() == ["mine-0", "refused-0", "left-0"]
         shown = text_with(page, "3 problems")
         assert "trainer/0 disappeared" in shown
         assert "trainer ranks 0/1" in shown

@@ -54,7 +54,7 @@ class RoundStarted(_Event, frozen=True):
 
 
 class ReplicaPhase(_Event, frozen=True):
-    """A replica entered a phase: agree, wait, pause, move, verify, commit, quarantine."""
+    """A replica entered a phase: agree, stage, wait, pause, move, verify, commit, revert, quarantine."""
 
     round: int
     replica: str

@@ -14,12 +14,21 @@ from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import StaleSource
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.window import KnownWindows, Measured, measured
+from weightsync.protocol.messages import ChangedWords, Placed
 
-__all__ = ["Placement", "Publications"]
+__all__ = ["Delta", "Placement", "Publications"]
 
 _REMEMBERED = 4096
 _MOST_CLAIMED_NUMBER = 1 << 62
 _MOST_CLAIMED_EPOCH = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """Where each trainer rank, by member, lists what changed since the version ``base``."""
+
+    base: Version
+    changed: dict[str, ChangedWords]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +40,8 @@ class Placement:
     sessions: dict[str, str]
     live: bool = False
     """Whether part of it is a trainer rank's own memory, which is readable only during the publication."""
+    delta: Delta | None = None
+    """What changed since an earlier version; ``None`` if that is not listed."""
 
 
 class Publications:
@@ -115,6 +126,13 @@ class Publications:
         self.published[placement.version.order] = placement.version
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
+
+    def delta(self, placed: Mapping[str, Placed]) -> Delta | None:
+        """What all trainer ranks list as changed, if it is since the same version, which was published here."""
+        changed = {member: answer.changed for member, answer in placed.items() if answer.changed is not None}
+        bases = {(words.epoch, words.number) for words in changed.values()}
+        base = self.published.get(bases.pop()) if len(changed) == len(placed) and len(bases) == 1 else None
+        return None if base is None else Delta(base, changed)
 
     def publication_ended(self) -> None:
         """Drop a placement that is read in place, because the trainer now changes its memory."""

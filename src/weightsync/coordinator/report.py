@@ -23,7 +23,7 @@ __all__ = ["Report", "left_out", "round_result", "shortfall"]
 
 
 _ERROR_BYTES, _ERRORS_BYTES, _LEAST = 4200, 1 << 20, 200
-_PHASES = ("agree", "wait", "pause", "move", "verify", "commit")
+_PHASES = ("agree", "stage", "wait", "pause", "move", "verify", "commit")
 
 
 class Report:
@@ -35,6 +35,8 @@ class Report:
         self.moved: Mapping[str, Moved] = {}
         self.source = ""
         """From whom the replica reads."""
+        self.base: Version | None = None
+        """The version whose changed words alone move; ``None`` if all bytes do."""
         self._round = number
         self._emit = emit
         self._phases: dict[str, float] = {}
@@ -121,6 +123,7 @@ class Report:
             source=self.source,
             staleness=publications.behind(version),
             service=SERVICE.get(replica.state, replica.state),
+            base=None if self.base is None or self._error else self.base.number,
         )
         replica.verified = result.verified
         self._emit(ReplicaEnded(self._round, result))

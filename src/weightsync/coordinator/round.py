@@ -26,6 +26,7 @@ import numpy.typing as npt
 from weightsync import failpoints
 from weightsync.coordinator.agreement import prepare, wait_for_background
 from weightsync.coordinator.answers import check_digests, unpacked
+from weightsync.coordinator.deltas import StagedDelta, reverted, stage
 from weightsync.coordinator.events import RoundStarted
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
@@ -177,11 +178,16 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
         await on_all("check", attempt_deadline(), engines, CheckSources(placement.version.number), Done)
     # What another replica serves is believed under a key only. Until the digests are there, this one serves on.
     keyed = None if source.replica is None else await context.keyed.draw(placement.version, attempt_deadline())
+    staged = None
+    if source.replica is None and placement.delta is not None:
+        with report.phase("stage"):  # in half of the time: the other half must suffice for all bytes
+            staged = await stage(replica, engines, agreed, placement, _half(attempt_deadline()))
     async with _availability(context, report), out_of_service(context, report, engines) as serves:
-        if len(engines) == 1 and keyed is None:
+        if len(engines) == 1 and keyed is None and staged is None:
             await _at_once(context, report, engines, agreed, placement, attempt_deadline())
         else:
-            await _step_by_step(context, report, engines, agreed, placement, keyed, attempt_deadline())
+            serves.reverts_to = report.base = None if staged is None else staged.base
+            await _step_by_step(context, report, serves, engines, agreed, placement, keyed, staged, attempt_deadline())
         serves(placement.version)
 
 
@@ -261,12 +267,14 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     cover = await context.planner.cover(manifest, ranks, limit)
     context.publications.clear()
     asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0)) for member in ranks}
-    digests = _rows(await on_all("place", limit, context.trainers, asked, Placed))
+    placed = await on_all("place", limit, context.trainers, asked, Placed)
+    digests = _rows(placed)
     with span("sum"):
         totals = await in_thread("adding up the trainer's digests", limit, lambda: cover.total(digests))
     version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
     live = any(rank.hello.live for rank in ranks.values())
-    placement = Placement(version, totals, {member: rank.hello.session for member, rank in ranks.items()}, live)
+    sessions = {member: rank.hello.session for member, rank in ranks.items()}
+    placement = Placement(version, totals, sessions, live, context.publications.delta(placed))
     context.publications.hold(placement)
     return placement, asyncio.get_running_loop().time() - started
 
@@ -307,6 +315,8 @@ class _Permit:
 
     def __init__(self) -> None:
         self.version: Version | None = None
+        self.reverts_to: Version | None = None
+        """The version whose words can be put back. None once a rank may have finished loading."""
 
     def __call__(self, version: Version) -> None:
         self.version = version
@@ -318,7 +328,8 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
 
     The block ends in one of two ways: every rank serves a new version and the caller has called the permit, or every rank is
     quarantined. Leaving the block without a call of the permit, be it by an error, by cancellation or by mistake, makes the replica
-    dirty. A receiver is out of service at once, without a wait: it serves nothing, and every failure must reach it.
+    dirty; unless only staged changes were applied, and every rank has put the words of the version before back. A receiver
+    is out of service at once, without a wait: it serves nothing, and every failure must reach it.
     """
     replica, links = report.replica, dict(engines)
     if not replica.takes_any:
@@ -334,6 +345,12 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
         report.resumed()
     except BaseException as error:
         reason = str(error) or type(error).__name__
+        base = permit.reverts_to
+        if base is not None and isinstance(error, WeightSyncError):
+            report.enter("revert")
+            if await reverted(replica, engines, base, context.grace):
+                _log.warning("replica %s serves version %s on: %s", replica.name, base, reason)
+                raise
         replica.fail(links, reason)
         report.enter("quarantine")
         await quarantine(engines, reason, context.grace)
@@ -343,27 +360,30 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
 async def _step_by_step(
     context: RoundContext,
     report: Report,
+    permit: _Permit,
     engines: Engines,
     agreed: TransferPlan,
     placement: Placement,
     keyed: KeyedDigests | None,
+    staged: StagedDelta | None,
     limit: RoundDeadline,
 ) -> None:
     """Run each step in all ranks before the next step in any rank.
 
     So no rank moves weights while another generates, and none resumes before all have committed. With ``keyed``, all digests are
-    taken under its key.
+    taken under its key. What is ``staged`` is applied; a rank whose parameters have moved since then moves all of its bytes.
     """
     version, key, expected = placement.version, b"", placement.digests
     if keyed is not None:
         key, expected = keyed.key, keyed.digests
     await pause(context, report, engines, limit)
     with report.phase("move"):
-        moved = report.moved = await move(engines, version.number, agreed, limit, key)
+        moved = report.moved = await move(engines, version.number, agreed, limit, key, staged)
     failpoints.reached("round.moved")
     with report.phase("verify"):
         await verify(agreed, moved, expected, limit)
     failpoints.reached("round.verified")
+    permit.reverts_to = None
     await finish(report, engines, version, limit)
 
 
@@ -398,20 +418,28 @@ async def pause(context: RoundContext, report: Report, engines: Engines, deadlin
     failpoints.reached("round.paused")
 
 
-async def move(engines: Engines, number: int, agreed: TransferPlan, deadline: RoundDeadline, key: bytes = b"") -> dict[str, Moved]:
+async def move(
+    engines: Engines,
+    number: int,
+    agreed: TransferPlan,
+    deadline: RoundDeadline,
+    key: bytes = b"",
+    staged: StagedDelta | None = None,
+) -> dict[str, Moved]:
     """Let every rank fetch its bytes and read back what it installed, with digests under ``key`` if it is not empty.
 
     Raises:
         VerificationError: A rank moved fewer or more bytes than planned.
         ProtocolError: A rank sent digests of the wrong size.
     """
-    return _whole(agreed, await on_all("move", deadline, engines, Move(number, key), Moved))
+    message = Move(number, key, staged=staged is not None)
+    return _whole(agreed, await on_all("move", deadline, engines, message, Moved), {} if staged is None else staged.nbytes)
 
 
-def _whole(agreed: TransferPlan, moved: dict[str, Moved]) -> dict[str, Moved]:
+def _whole(agreed: TransferPlan, moved: dict[str, Moved], staged: Mapping[str, int] | None = None) -> dict[str, Moved]:
     for member, answer in moved.items():
         wanted = agreed.slices[member]
-        if answer.nbytes != wanted.nbytes:
+        if answer.nbytes != wanted.nbytes and answer.nbytes != (staged or {}).get(member):
             raise VerificationError(f"{member} moved {answer.nbytes:,} bytes instead of the planned {wanted.nbytes:,}")
         check_digests(member, answer.digests, wanted.layout.rows, "rows")
     return moved

@@ -15,13 +15,15 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
+from weightsync.engine.fill.host_direct import HostDirect
+from weightsync.engine.fill.staged_changes import StagedChanges
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, State
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource
 from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Coverage
@@ -42,6 +44,9 @@ from weightsync.protocol.messages import (
     Prepare,
     Prepared,
     Resume,
+    Revert,
+    Stage,
+    Staged,
     Update,
     Updated,
     WindowMoved,
@@ -95,10 +100,17 @@ class EngineRole(SessionFront):
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
         self._served: ServedWeights | None = None
+        self._staged: StagedChanges | None = None
+        """What the next move applies, or the last one has applied."""
+        self._moved: tuple[PlanFiller, Filled] | None = None
+        """What was moved and is not committed, where its digests are those of the parameters."""
+        self._installed: tuple[Version, PlanFiller, Filled] | None = None
+        """What this rank serves, as it installed it: the base of changes."""
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw))
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
-            Place: self._place, CheckSources: self._check_sources, Pause: self._pause, Move: self._move, Update: self._update,
+            Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
+            Revert: self._revert, Update: self._update,
         }  # fmt: skip
         self.transports = transports_for(transports, encrypted)
         self.here = here
@@ -279,10 +291,47 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.placed")
         return placed
 
+    def _stage(self, body: Stage, deadline: Deadline) -> Staged:
+        """Read what changed while the engine serves. A rank that cannot raises, and all bytes are moved."""
+        filler, installed = self._plan_filler("a delta"), self._installed
+        self._staged = None
+        if not isinstance(filler, HostDirect) or filler.changes is None or self.session.sleeps:
+            raise ConfigurationError("only parameters that stay where they are, in host memory, take changes")
+        if installed is None or self.session.served_version != body.base or installed[:2] != (body.base, filler):
+            raise StaleSource(f"it is not known what {self.session.member} has installed of version {body.base}")
+        shards = self.session.shards("follow")
+        if shards is None or not self._unmoved(shards, None):
+            raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {body.base}")
+        failpoints.reached("engine.stage")
+        with span("audit"):
+            if not np.array_equal(filler.digests(), installed[2].digests):
+                self._installed = None
+                raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
+        staged = self._staged = filler.changes.read(body, installed[2].digests, shards, deadline)
+        self.session.check_abort()  # an abort that came before did not reach it
+        with span("digest"):
+            digests = staged.predict()
+        failpoints.reached("engine.staged")
+        return Staged(staged.nbytes, digests.astype("<u8").tobytes())
+
+    def _revert(self, body: Revert, deadline: Deadline) -> None:
+        staged = self._staged
+        if staged is None or staged.base != body.base:
+            raise ProtocolError(f"{self.session.member} has replaced no words of version {body.base}")
+        with self.session.reverting(body.base):
+            failpoints.reached("engine.revert")
+            staged.revert()
+        failpoints.reached("engine.reverted")
+
+    def _commit(self, body: Commit, deadline: Deadline) -> None:
+        super()._commit(body, deadline)
+        moved, self._moved, self._staged = self._moved, None, None
+        self._installed = None if moved is None else (body.version, *moved)
+
     def _pause(self, body: Pause, deadline: Deadline) -> None:
         with self.session.leaving_service():
             failpoints.reached("engine.pausing")
-            self._held = None  # of a round that never moved
+            self._held = self._moved = None  # of a round that never moved, or never committed
             if isinstance(self._filler, PlanFiller) and not self.session.sleeps:
                 self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
@@ -298,10 +347,16 @@ class EngineRole(SessionFront):
             self.session.begin()
             with gc_paused():
                 # Again: parameters may have moved while the pause waited for a generation step, or in begin().
-                filler = self._follow_memory(filler, deadline, "follow")
-                filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
+                prepared, filler = filler, self._follow_memory(filler, deadline, "follow")
+                nbytes, staged = filler.nbytes, self._staged if body.staged and filler is prepared else None
+                if staged is not None and staged.number == body.number:
+                    nbytes, filled = staged.nbytes, staged.apply()
+                else:
+                    self._staged = None
+                    filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
+        self._moved = (filler, filled) if filled.verified == "installed" and not body.key else None
         failpoints.reached("engine.moved")
-        return _moved(filler.nbytes, filled)
+        return _moved(nbytes, filled)
 
     def _follow_memory(self, filler: PlanFiller, deadline: Deadline, phase: str = "") -> PlanFiller:
         """The filler for the memory where the parameters are now: an engine may have moved them since it was looked at."""
@@ -355,7 +410,7 @@ class EngineRole(SessionFront):
         return fold(cover.total({"": digests})) == version.digest
 
     def _abort_work(self) -> None:
-        for held in (self._filler, self._preparing, self._served):
+        for held in (self._filler, self._preparing, self._served, self._staged):
             if held is not None:
                 held.abort()
 

@@ -287,6 +287,24 @@ class EngineSession:
             self._invalidate()
             raise
 
+    @contextmanager
+    def reverting(self, base: Version) -> Iterator[None]:
+        """Put the bytes of ``base`` back in the block. Afterwards the rank is as after a commit of it, and may resume.
+
+        ``base`` is what the rank served before this update, of which only words were replaced that the block puts back.
+        """
+        self.require("paused", "written", "quarantined")
+        if not self._calls.paused:
+            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
+        self._become("writing")
+        try:
+            yield
+            self._become("committed")
+        except BaseException:
+            self._invalidate()
+            raise
+        self.serving = base
+
     def end_writing(self) -> None:
         """Take no more buckets: everything is written. For an update whose buckets are written one by one."""
         self.require("paused", "written")

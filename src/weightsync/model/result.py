@@ -42,7 +42,7 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verified: str
     """``installed``, ``received`` or empty, see :data:`GUARANTEES`."""
     phases: dict[str, Seconds]
-    """Seconds by phase: agree, wait, pause, move, verify, commit."""
+    """Seconds by phase: agree, stage, wait, pause, move, verify, commit."""
     paused_seconds: Seconds
     error: str | None = None
     parts: dict[str, Seconds] = {}
@@ -56,6 +56,8 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str = ""
     """Who fed it: ``trainer``, or the name of a replica that serves its weights to others."""
     service: str = ""
+    base: int | None = None
+    """Number of the version whose changed words alone crossed; ``None`` if all bytes did."""
 
     @property
     def guarantee(self) -> str:

@@ -24,15 +24,15 @@ from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
-    "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "CheckSources", "Commit", "Confirmed",
-    "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move", "MoveWindow",
-    "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare",
-    "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume",
-    "RoundResult", "SourceAddress", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved",
-    "WindowPlaced", "decode", "decoding", "encode",
+    "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources", "Commit",
+    "Confirmed", "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move",
+    "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed",
+    "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList",
+    "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing", "Traits", "Update",
+    "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -267,11 +267,33 @@ class Place(Message, frozen=True):
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
 
 
+class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a trainer rank's region lists its words that differ from those of a version before, the *base*.
+
+    See :mod:`weightsync.tensors.changes`. Offsets are bytes from the beginning of the region.
+    """
+
+    epoch: _Epoch
+    """Epoch of the base."""
+    number: _Number
+    """Number of the base."""
+    nbytes: _Number
+    """Bytes of the rank's shards, at the beginning of the region."""
+    ends: _Number
+    """Offset of the ends of the lists."""
+    payload: _Number
+    """Offset of the lists."""
+    words: _Number
+    """Words of the lists."""
+
+
 class Placed(Message, frozen=True):
     """Digest of every row of the published layout (uint64, little-endian), computed from the rank's own memory while it placed."""
 
     digests: bytes
     seconds: Seconds
+    changed: ChangedWords | None = None
+    """What changed since the version before, if the rank keeps that and its changes are few enough."""
 
 
 class DigestUnderKey(Message, frozen=True):
@@ -393,6 +415,26 @@ class Pause(Message, frozen=True):
     epoch: _Epoch = FIRST_EPOCH
 
 
+class Stage(Message, frozen=True):
+    """Fetch, while still serving ``base``, what changed between it and version ``number``. Answered by :class:`Staged`."""
+
+    number: _Number
+    base: Version
+    sources: Annotated[tuple[ChangedWords, ...], _Many]
+    """In the order of the plan's sources."""
+
+
+class Staged(Message, frozen=True):
+    """The changes are here: ``nbytes`` of lists.
+
+    ``digests`` are those of every row of the plan's layout (uint64, little-endian) as they will be: the base's, and what the
+    changes will add to them.
+    """
+
+    nbytes: int
+    digests: bytes
+
+
 class Move(Message, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`.
 
@@ -402,6 +444,8 @@ class Move(Message, frozen=True):
 
     number: _Number
     key: DigestKey = b""
+    staged: bool = False
+    """Apply the changes that were staged, if the parameters are still where they were then."""
 
     def __repr__(self) -> str:
         return f"<Move of version {self.number}>"  # the key must not reach logs
@@ -417,6 +461,12 @@ class Moved(Message, frozen=True):
     digest_seconds: Seconds
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
+
+
+class Revert(Message, frozen=True):
+    """Put back the words of ``base`` that staged changes replaced. Answered by :class:`Done`; then the rank may resume with it."""
+
+    base: Version
 
 
 class Commit(Message, frozen=True):
@@ -515,7 +565,7 @@ class Done(Message, frozen=True):
 
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
-    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
+    Updated | Stage | Staged | Revert | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
     Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done | UpdateMessage
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from weightsync.errors import Aborted, ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host
 from weightsync.protocol.tokens import is_loopback
 from weightsync.publishing.device_copy import DeviceCopy, room_for_copy
+from weightsync.publishing.host_changes import HostChanges
 from weightsync.publishing.host_copy import HostPublisher
 from weightsync.publishing.in_place import InPlacePublisher, obstacle_to_in_place
 from weightsync.publishing.publication import Publication
@@ -65,8 +66,12 @@ class PublishedShards(Publication):
         network: Network = LOOPBACK,
         dtype: DTypes = None,
         include_buffers: bool = False,
+        deltas: bool | int = False,
     ) -> None:
         super().__init__(transports, key, local_host, network)
+        self._deltas = deltas
+        self.changes: HostChanges | None = None
+        """What lists the changes from one version to the next, if the region is in host memory and ``deltas`` asks for it."""
         followed = FollowedShards(state, dtype=dtype, include_buffers=include_buffers)
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
@@ -126,8 +131,11 @@ class PublishedShards(Publication):
             raise TransportUnavailable(
                 f"{names} cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy in host memory"
             )
-        region = PublishedRegion(self.layout.regions[0] if self.layout.regions else 0, self.layout.digest)
+        nbytes = self.layout.regions[0] if self.layout.regions else 0
+        changes = HostChanges(nbytes, self._deltas) if self._deltas else None
+        region = PublishedRegion(nbytes if changes is None else changes.end, self.layout.digest)
         owned.callback(region.close)
+        self.changes = changes
         self._region_address = region.address
         self.region, self._placer = region, HostPublisher(self.manifest, self._shards, self.layout, region.address)
         self._publish(region, "host", owned)
@@ -174,6 +182,9 @@ class PublishedShards(Publication):
         with self.region.placing(number):
             with span("digest" if self.in_place else "copy"):
                 digests = self._placer.place(stop, deadline)
+            if self.changes is not None and isinstance(self.region, PublishedRegion):
+                with span("changes"):
+                    self.changes.update(self.region.payload, stop)
             yield digests
 
     def digests(self, constants: DigestConstants, stop: npt.NDArray[np.int8], deadline: Deadline) -> npt.NDArray[np.uint64]:

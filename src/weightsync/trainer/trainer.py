@@ -95,6 +95,8 @@ class Trainer(Closeable):
     GPU, ``offload`` makes room for the engine when a publication begins (the weights must stay), and ``restore`` is called at its
     end, also after a failure. With ``seeds=False`` on every rank a version can be read only until its publication ends. With
     ``new_epoch=True`` on every rank a trainer that continues from an earlier checkpoint may use version numbers again.
+    With ``deltas=True`` (or the most bytes that they may take) the words that changed since the version before are listed, and
+    replicas that serve that version read only these, before they pause; it takes one more copy of the shards in host memory.
     ``pause_mode``, the same on every rank, is what an update does to running requests: ``"abort"`` ends them with partial output,
     ``"wait"`` lets them finish, ``"keep"`` continues them; it defaults to the coordinator's (``abort``). Close it, or use ``with``.
 
@@ -127,6 +129,7 @@ class Trainer(Closeable):
         offload: Callable[[], object] | None = None,
         restore: Callable[[], object] | None = None,
         seeds: bool = True,
+        deltas: bool | int = False,
         new_epoch: bool = False,
         pause_mode: PauseMode | None = None,
         timeouts: Timeouts | None = None,
@@ -164,8 +167,9 @@ class Trainer(Closeable):
                 self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
             else:
                 self._role = TrainerRole(
-                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, seeds=seeds
-                )
+                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
+                    seeds=seeds,
+                )  # fmt: skip
             owned.callback(self._role.close)
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed

@@ -64,6 +64,7 @@ class TrainerRole(PublishedShards):
         network: Network = LOOPBACK,
         dtype: DTypes = None,
         include_buffers: bool = False,
+        deltas: bool | int = False,
         seeds: bool = True,
     ) -> None:
         self._seeds = seeds
@@ -81,7 +82,9 @@ class TrainerRole(PublishedShards):
         """The highest number that was placed."""
         self._last: tuple[int, Placed] | None = None
         """Call and answer of what the region holds."""
-        super().__init__(state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers)
+        super().__init__(
+            state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas
+        )
 
     @property
     def live(self) -> bool:
@@ -149,7 +152,11 @@ class TrainerRole(PublishedShards):
             failpoints.reached("trainer.placing")
             if placing.stop[0]:
                 raise Aborted(f"placing version {number} was aborted by the trainer")
-        placed = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started)
+        changed = None
+        if self.changes is not None:
+            self.changes.placed(body.epoch, number)
+            changed = self.changes.changed
+        placed = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started, changed=changed)
         placing.number, self._last, self._highest = number, (body.call, placed), max(self._highest, number)
         placing.set()
         failpoints.reached("trainer.placed")

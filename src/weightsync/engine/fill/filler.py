@@ -166,6 +166,7 @@ class PlanFiller(Filler):
         tables = tiles_of(self._context.manifest, self._pieces, self.layout, self._addresses, self._groups)
         del self._pieces
         self._stopwatch.lap("tiles")
+        self._tables = tables
         self._group_bytes = [sum(groups[index].nbytes for groups in tables) for index in range(len(self._groups))]
         self.nbytes = sum(self._group_bytes)
         self._readers.connect(self.plan.sources, tables, self.device, deadline, self._stopwatch)

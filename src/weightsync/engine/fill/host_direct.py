@@ -6,9 +6,11 @@ import logging
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
+from weightsync.engine.fill.staged_changes import ChangesReader
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
@@ -29,6 +31,8 @@ class HostDirect(PlanFiller):
 
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, addresses: tuple[int, ...]) -> None:
         super().__init__(context, plan, layout, row_groups(context.manifest, layout), None, addresses)
+        self.changes: ChangesReader | None = None
+        """Reads what changed, instead of everything; ``None`` where parameters share bytes."""
         shared = overlapping(context.manifest, layout, addresses)
         self._digests_last = shared is not None
         if shared is not None:
@@ -36,6 +40,25 @@ class HostDirect(PlanFiller):
                 "the engine's %s and %s share memory: a version in which they differ there cannot be installed. Untie them at the "
                 "engine, or tie them at the trainer too", *shared,
             )  # fmt: skip
+
+    def prepare(self, deadline: Deadline) -> None:
+        """See :meth:`Filler.prepare`."""
+        super().prepare(deadline)
+        if not self._digests_last:
+            self.changes = ChangesReader(self._context, self.plan, self._tables)
+            self._owned.callback(self.changes.close)
+
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """The digest of each row of the layout, of what is in the parameters now, ``uint64[rows]``."""
+        digests = np.zeros(len(self.layout), np.uint64)
+        digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests)
+        return digests
+
+    def abort(self) -> None:
+        """See :meth:`Filler.abort`."""
+        super().abort()
+        if self.changes is not None:
+            self.changes.abort()
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`PlanFiller.run`."""

@@ -20,6 +20,7 @@ from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
+from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
 from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
@@ -267,33 +268,12 @@ class Place(Message, frozen=True):
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
 
 
-class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a trainer rank's region lists its words that differ from those of a version before, the *base*.
-
-    See :mod:`weightsync.tensors.changes`. Offsets are bytes from the beginning of the region.
-    """
-
-    epoch: _Epoch
-    """Epoch of the base."""
-    number: _Number
-    """Number of the base."""
-    nbytes: _Number
-    """Bytes of the rank's shards, at the beginning of the region."""
-    ends: _Number
-    """Offset of the ends of the lists."""
-    payload: _Number
-    """Offset of the lists."""
-    words: _Number
-    """Words of the lists."""
-
-
 class Placed(Message, frozen=True):
     """Digest of every row of the published layout (uint64, little-endian), computed from the rank's own memory while it placed."""
 
     digests: bytes
     seconds: Seconds
-    changed: ChangedWords | None = None
-    """What changed since the version before, if the rank keeps that and its changes are few enough."""
+    changed: ChangedWords | None = None  # if the rank lists them, and they are few enough
 
 
 class DigestUnderKey(Message, frozen=True):
@@ -415,26 +395,6 @@ class Pause(Message, frozen=True):
     epoch: _Epoch = FIRST_EPOCH
 
 
-class Stage(Message, frozen=True):
-    """Fetch, while still serving ``base``, what changed between it and version ``number``. Answered by :class:`Staged`."""
-
-    number: _Number
-    base: Version
-    sources: Annotated[tuple[ChangedWords, ...], _Many]
-    """In the order of the plan's sources."""
-
-
-class Staged(Message, frozen=True):
-    """The changes are here: ``nbytes`` of lists.
-
-    ``digests`` are those of every row of the plan's layout (uint64, little-endian) as they will be: the base's, and what the
-    changes will add to them.
-    """
-
-    nbytes: int
-    digests: bytes
-
-
 class Move(Message, frozen=True):
     """Fetch this version's bytes into place and compute the digests of what was installed. Answered by :class:`Moved`.
 
@@ -461,12 +421,6 @@ class Moved(Message, frozen=True):
     digest_seconds: Seconds
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
-
-
-class Revert(Message, frozen=True):
-    """Put back the words of ``base`` that staged changes replaced. Answered by :class:`Done`; then the rank may resume with it."""
-
-    base: Version
 
 
 class Commit(Message, frozen=True):
@@ -565,8 +519,8 @@ class Done(Message, frozen=True):
 
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
-    Updated | Stage | Staged | Revert | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
-    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done | UpdateMessage
+    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
+    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage
 )  # fmt: skip
 
 

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import Aborted, ProtocolError
+from weightsync.tensors.change_kernels import CHANGE_BLOCK, apply_changes, check_changes, find_changes, mark_blocks
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.digest import columns_address
-from weightsync.tensors.kernels import CHANGE_BLOCK, apply_changes, check_changes, find_changes, mark_blocks
 
 __all__ = ["Changes", "blocks_of", "find"]
 

@@ -3,7 +3,8 @@
 # numba compiles these functions. Each intrinsic declares its own signature.
 """Primitives that numba lacks: loads and stores at an address, memcpy, prefetch, and the C library's socket calls.
 
-numba's cache of :mod:`weightsync.tensors.kernels` depends only on that file, so change it too when you change this one.
+numba's caches of :mod:`weightsync.tensors.kernels` and :mod:`weightsync.tensors.change_kernels` depend only on these files, so
+change them too when you change this one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "copy_and_dot",
     "copy_bytes",
     "dot",
+    "factor",
     "inlined",
     "int64",
     "load8",
@@ -47,6 +49,8 @@ __all__ = [
 
 LINE = 64
 """Bytes of a cache line, and of a step of :func:`dot` and :func:`copy_and_dot`."""
+
+_BLOCK = 4096  # words of the C table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -295,3 +299,12 @@ def receive(fd, place, count, until, status):
 def send(fd, place, count, until, status):
     """Send up to ``count`` bytes. Parameters and result are those of :func:`receive`."""
     return np.int64(0) if _late(until, status) else _checked_count(_send(np.int32(fd), place, count, np.int32(_QUIET)), status)
+
+
+@inlined
+def factor(key, columns):
+    """R of the digest for block ``key``. Its two seeds follow the C table at ``columns``."""
+    x = np.uint64(key) + load64(columns, _BLOCK // 2)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + load64(columns, _BLOCK // 2 + 1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)

@@ -199,8 +199,8 @@ def test_parameters_that_were_changed_behind_our_back_get_all_bytes(joined: Join
     trainer.wait_for_replicas()
     only(trainer)
     with torch.no_grad():
-        source[0].weight[3, 5] += 1.0
-        target[0].weight[row, 5] += 64.0  # a word that the new version changes, or one that it does not
+        source.get_parameter("0.weight")[3, 5] += 1.0
+        target.get_parameter("0.weight")[row, 5] += 64.0  # a word that the new version changes, or one that it does not
     changed = only(trainer)
     assert (changed.base, changed.error) == (None, None)
     assert same(source, target)

@@ -31,7 +31,7 @@ from weightsync.errors import (
 )
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.server.server import BackgroundServer
-from weightsync.tensors.shards import FollowedShards, shard
+from weightsync.tensors.shards import FollowedShards, ShardedState, shard
 from weightsync.trainer.trainer import Trainer
 from weightsync.trainer.trainer_role import TrainerRole
 
@@ -77,7 +77,7 @@ class Joined:
     def __init__(self, server: BackgroundServer, owned: ExitStack) -> None:
         self.server, self._owned = server, owned
 
-    def trainer(self, state: torch.nn.Module | Mapping[str, torch.Tensor], **options: object) -> Trainer:
+    def trainer(self, state: torch.nn.Module | Mapping[str, torch.Tensor] | ShardedState, **options: object) -> Trainer:
         return self._owned.enter_context(Trainer(state, self.server.url, token=self.server.token, **options))  # type: ignore[arg-type]
 
     def engine(self, adapter: EngineAdapter, replica: str = "replica-0", **options: object) -> Engine:

@@ -162,6 +162,7 @@ class CoordinatorProcess(Process):
                 fed = f"fed by {'the trainer' if result.source == 'trainer' else 'a replica'}"
                 seen[f"{fed}{' while seeding' if self._round[2] else ''}"] += 1
                 seen[f"verified {result.verified}"] += 1
+                seen["updated by changes"] += result.base is not None
             case RoundEnded(result=None, error=error):
                 self._ended()
                 self._excused(None, str(error))
@@ -176,6 +177,7 @@ class CoordinatorProcess(Process):
                 seen["replica failed alone"] += 0 < len(failed) < len(result.replicas)
                 for one in failed:
                     seen[f"replica left out: {one.state}"] += one.state in _LEFT_OUT
+                    seen["kept its version after a failed update"] += "move" in one.phases and one.state == "loaded"
                     of_trainer = self._round[2] and world.in_place and one.source in ("", "trainer")
                     if of_trainer and one.state == "dirty" and "StaleSource" in str(one.error):
                         world.violated(

@@ -102,7 +102,8 @@ STREAM_FAULTS = tuple(f"{kind} in {point}" for point in STREAM_POINTS for kind i
 
 ALL_STATES = (
     *(f"replica {state}" for state in ("registered", "loaded", "updating", "dirty", "lost")),
-    *(f"phase {phase}" for phase in ("agree", "pause", "move", "verify", "commit", "quarantine")),
+    *(f"phase {phase}" for phase in ("agree", "stage", "pause", "move", "verify", "commit", "revert", "quarantine")),
+    *("updated by changes", "kept its version after a failed update"),
     "round ok",
     "round not ok",
     "round without a version",

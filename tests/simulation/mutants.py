@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tests.simulation.installation import replaced
+from tests.simulation.mutants_deltas import DELTA_MUTANTS
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
@@ -315,6 +316,7 @@ MUTANTS: dict[str, Mutant] = {
     "a failed replica fails the others": _one_fails_all,
     "rounds run at the same time": _rounds_at_the_same_time,
     "pause answered before the engine stands": _pause_not_awaited,
+    **DELTA_MUTANTS,
     **PUBLICATION_MUTANTS,
     **MUTANTS_OF_CALLS,
     **STREAM_MUTANTS,

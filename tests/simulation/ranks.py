@@ -327,7 +327,7 @@ class EngineProcess(Agent):
     @property
     def content(self) -> int | None:
         """The version that every byte here is of; -1 before the first; ``None`` for a mixture."""
-        if self._stale:
+        if self._stale or self.role._staged is not None:
             self._stale = False
             held = self.memory.bytes.tobytes()
             if held not in self._known:
@@ -407,7 +407,9 @@ class TrainerProcess(Agent):
         if world.streams:
             role = StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, rank, ranks)
         else:
-            role = (_InPlaceRole if world.in_place else TrainerRole)(prepared, [world.scheme], world.key, self.host)
+            role = (_InPlaceRole if world.in_place else TrainerRole)(
+                prepared, [world.scheme], world.key, self.host, deltas=world.deltas
+            )  # fmt: skip
             role._placer = _Placer(self, role._placer)
         self.role = role
         if not isinstance(role.region, PublishedRegion):

@@ -50,6 +50,8 @@ class World:
         self.serving = draw.random() < 0.4 and not streams
         """Whether engines serve their weights to others."""
         self.fan_out = draw.choice((None, 1, 1, 2)) if self.serving else None
+        self.deltas = 0 if streams or random.Random(f"deltas {seed}").random() < 0.5 else 1 << 16
+        """The most bytes that the changes of a version may take."""
         self.salt = self.random.getrandbits(30)
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, running_process.get)

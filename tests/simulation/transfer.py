@@ -137,7 +137,8 @@ class SimulatedReader(MappedReader):
         finally:
             self._reading = False
             self._addresses = clean
-            self.engine.written(kind)
+            if not (0 <= group < len(self._groups)) or self._groups[group].keys is not None:  # lists of changes have no keys
+                self.engine.written(kind)
 
     def abort(self) -> None:
         """See :meth:`weightsync.transports.base.Reader.abort`."""

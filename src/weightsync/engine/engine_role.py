@@ -307,7 +307,7 @@ class EngineRole(SessionFront):
             if not np.array_equal(filler.digests(), installed[2].digests):
                 self._installed = None
                 raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
-        staged = self._staged = filler.changes.read(body, installed[2].digests, shards, deadline)
+        staged = self._staged = filler.changes.read(filler, body, installed[2].digests, shards, deadline)
         self.session.check_abort()  # an abort that came before did not reach it
         with span("digest"):
             digests = staged.predict()
@@ -347,11 +347,11 @@ class EngineRole(SessionFront):
             self.session.begin()
             with gc_paused():
                 # Again: parameters may have moved while the pause waited for a generation step, or in begin().
-                prepared, filler = filler, self._follow_memory(filler, deadline, "follow")
-                nbytes, staged = filler.nbytes, self._staged if body.staged and filler is prepared else None
-                if staged is not None and staged.number == body.number:
+                filler = self._follow_memory(filler, deadline, "follow")
+                nbytes, staged = filler.nbytes, self._staged
+                if body.staged and staged is not None and staged.is_for(body.number, filler):
                     nbytes, filled = staged.nbytes, staged.apply()
-                else:
+                else:  # what is staged is for memory that the parameters have left
                     self._staged = None
                     filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
         self._moved = (filler, filled) if filled.verified == "installed" and not body.key else None

@@ -192,6 +192,27 @@ def test_parameters_that_moved_get_all_bytes(joined: Joined) -> None:
     assert same(source, target)
 
 
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("point", ["engine.stage", "engine.staged", "engine.pausing", "engine.paused", "engine.move"])
+def test_parameters_that_move_after_changes_were_staged_get_all_bytes(joined: Joined, point: str) -> None:
+    """Found by the simulation of people: changes went to the memory that the parameters had left."""
+    source, target = model(), model(1)
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+    step(source)
+
+    def move(name: str) -> None:
+        if name == point:
+            for parameter in target.parameters():
+                parameter.data = parameter.data.clone()
+
+    failpoints.install(move)
+    assert only(trainer).error is None
+    assert same(source, target)
+
+
 @pytest.mark.parametrize("row", [3, 4])
 def test_parameters_that_were_changed_behind_our_back_get_all_bytes(joined: Joined, row: int) -> None:
     source, target = model(), model(1)

@@ -30,17 +30,25 @@ _KEPT = 2  # bytes of staging memory for each byte of lists: the lists, and the 
 class StagedChanges:
     """What leads the parameters of this rank from version ``base`` to version ``number``.
 
+    It is for the memory of ``filler`` alone: a filler that takes its place, after parameters have moved, fills other memory.
     ``base_digests`` are those of every row of the plan's layout as this rank installed them. ``shards`` are where the words are
     written: they are kept alive until this is dropped. Not thread-safe, except :meth:`abort`.
     """
 
-    def __init__(self, body: Stage, changes: Sequence[Changes], base_digests: UInt64, shards: Sequence[Shard]) -> None:
+    def __init__(
+        self, filler: object, body: Stage, changes: Sequence[Changes], base_digests: UInt64, shards: Sequence[Shard]
+    ) -> None:
+        self._filler = filler
         self.base: Version = body.base
         self.number = body.number
         self.nbytes = sum(2 * each.words for each in changes)
         """Bytes of lists."""
         self._changes, self._base_digests, self._shards = changes, base_digests, shards
         self._stop = np.zeros(1, np.int8)
+
+    def is_for(self, number: int, filler: object) -> bool:
+        """Whether this leads to version ``number``, in the memory that ``filler`` fills."""
+        return self.number == number and self._filler is filler
 
     def predict(self) -> UInt64:
         """The digests of every row as they will be. Raises :class:`~weightsync.errors.Aborted` after :meth:`abort`."""
@@ -85,7 +93,7 @@ class ChangesReader:
         self._readers: Readers | None = None
         self._sources: list[tuple[Transport, Reader]] = []
 
-    def read(self, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline) -> StagedChanges:
+    def read(self, filler: object, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline) -> StagedChanges:
         """Read the lists of every source, and check them.
 
         Raises:
@@ -112,7 +120,7 @@ class ChangesReader:
         except BaseException:
             self.close()  # its connections may be beyond use
             raise
-        return StagedChanges(body, changes, base_digests, shards)
+        return StagedChanges(filler, body, changes, base_digests, shards)
 
     def _connected(self, deadline: Deadline) -> Readers:
         if self._readers is None:

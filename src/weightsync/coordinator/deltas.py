@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RoundDeadline, in_thread, on_all
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
 from weightsync.model import Version
 from weightsync.protocol.messages import Done, Resume, Revert, Stage, Staged
 
@@ -40,6 +41,9 @@ async def stage(
     Returns:
         ``None`` if all bytes must move, as the log says: the replica serves another version, a rank does not know what it
         installed, the changes are too many for its staging memory, or they do not lead to the new version.
+
+    Raises:
+        DeadlineExceeded: A rank did not answer in time. It was not paused.
     """
     delta = placement.delta
     if delta is None or replica.state != "loaded" or replica.version != delta.base or agreed.delivery != "direct":
@@ -49,7 +53,7 @@ async def stage(
         for member in engines:
             sources = [source.member for source in agreed.slices[member].sources]
             asked[member] = Stage(placement.version.number, delta.base, tuple(delta.changed[source] for source in sources))
-        staged = await on_all("stage", deadline, engines, asked, Staged)
+        staged = await _each(engines, asked, deadline)
         for member, answer in staged.items():
             check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")
             if answer.nbytes < 0:
@@ -61,11 +65,23 @@ async def stage(
                 cover.check({member: digests[member] for member in members}, placement.digests)
 
         await in_thread("verifying what is staged", deadline, check)
+    except DeadlineExceeded:
+        raise
     except WeightSyncError as error:
         _log.info("replica %s gets all bytes of version %s, not its changes: %s", replica.name, placement.version, error)
         return None
     failpoints.reached("round.staged")
     return StagedDelta(delta.base, {member: answer.nbytes for member, answer in staged.items()})
+
+
+async def _each(engines: Engines, asked: Mapping[str, Stage], deadline: RoundDeadline) -> dict[str, Staged]:
+    """Ask every rank, and wait for all: an answer that is withdrawn because another rank failed could abort the pause to come."""
+    calls = (on_all("stage", deadline, {member: link}, asked[member], Staged) for member, link in engines.items())
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in sorted(errors, key=lambda error: not isinstance(error, DeadlineExceeded)):
+        raise error
+    return {member: staged for answer in answers if not isinstance(answer, BaseException) for member, staged in answer.items()}
 
 
 async def reverted(replica: Replica, engines: Engines, base: Version, seconds: float) -> bool:

@@ -59,6 +59,19 @@ STREAM_POINTS = (
 KEYED_POINTS = ("trainer.digest",)
 """Points of trainer ranks that digest their version under a secret key, for replicas that read from other replicas."""
 
+DELTA_POINTS = (
+    "engine.received.stage",
+    "engine.stage",
+    "engine.staged",
+    "round.staged",
+    "engine.applied",
+    "engine.received.revert",
+    "engine.revert",
+    "engine.reverted",
+    "round.reverted",
+)
+"""Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
+
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""
 

@@ -46,6 +46,8 @@ from weightsync.protocol.messages import (
     Prepare,
     Quarantine,
     Resume,
+    Revert,
+    Stage,
     Update,
 )
 from weightsync.protocol.update_messages import JoinGroup, LeaveGroup, Receive, Verify
@@ -166,12 +168,28 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     package = Path(failpoints.__file__).parent
     text = "".join(path.read_text() for path in package.rglob("*.py"))
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
-    to_engines = (Prepare, CheckSources, Pause, Move, Commit, Resume, Update, Quarantine, OpenStream, MoveWindow, EndStream, Place)
+    to_engines = (
+        Prepare,
+        CheckSources,
+        Pause,
+        Move,
+        Commit,
+        Resume,
+        Update,
+        Quarantine,
+        OpenStream,
+        MoveWindow,
+        EndStream,
+        Place,
+        Stage,
+        Revert,
+    )
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
     assert named | received | _of_a_front("engine") == EVERY_POINT | {
         *points.STREAM_POINTS,
         *points.SOURCE_POINTS,
         *points.KEYED_POINTS,
+        *points.DELTA_POINTS,
     }
 
 

@@ -92,6 +92,8 @@ async def reverted(replica: Replica, engines: Engines, base: Version, seconds: f
     """
     deadline = RoundDeadline(seconds)
     try:
+        for link in engines.values():
+            await link.withdrawn(deadline)
         await on_all("revert", deadline, engines, Revert(base), Done)
         failpoints.reached("round.reverted")
         await on_all("resume", deadline, engines, Resume(), Done)

@@ -299,6 +299,7 @@ class EngineSession:
         self._become("writing")
         try:
             yield
+            self._calls.finish(base)  # the adapter may have begun an update: what it derives, and its label, are the base's again
             self._become("committed")
         except BaseException:
             self._invalidate()

@@ -19,7 +19,7 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     subject: str
     """A replica's name, ``trainer``, or ``update``."""
     kind: str
-    """``lost``, ``refused``, ``out_of_service``, ``incomplete``, ``behind``, ``slow`` or ``failed``."""
+    """``lost``, ``refused``, ``out_of_service``, ``slow`` or ``failed``."""
     text: str
     """What happened. Begins with the subject."""
     fix: str

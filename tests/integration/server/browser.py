@@ -60,14 +60,14 @@ def check_width(page: Page) -> None:
 
 
 def replica_rows(status: Mapping[str, Any]) -> list[list[str]]:
-    """What the page's table of replicas must show for ``/v1/status``, without the column of ages and the advice for errors."""
-    return [
+    """What the page's table of replicas must show for ``/v1/status``, by name, without ages, pauses and places."""
+    return sorted(
         [
-            replica["name"], replica["state"], version_text(replica), text_of(replica["staleness"]), text_of(replica["digest"]),
-            f"{len(replica['ranks'])}/{replica['world_size']}", text_of(replica["error"]),
+            replica["name"], replica["service"], version_text(replica), text_of(replica["staleness"]),
+            replica["verified"] or ("" if replica["version"] is None else "-"), f"{len(replica['ranks'])}/{replica['world_size']}",
         ]
         for replica in status["replicas"]
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def text_of(value: object) -> str:

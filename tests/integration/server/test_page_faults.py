@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.rare, pytest.mark.timeout(900)]
 
 SLOW = 1.0
 TRIES = 10
-SHOWS = """(rows) => JSON.stringify(rows) === JSON.stringify([...document.querySelectorAll('#replicas tr')].map((row, index) => {
-    const cells = [...row.cells].map((cell) => cell.textContent.trim());
-    const [name, state, version, behind, age, digest, ranks, error] = cells;
-    return [name, state, version, behind, digest, ranks.split(" ")[0], error.slice(0, rows[index] ? rows[index][6].length : 0)];
-}))"""
+SHOWS = """([rows, alerts]) => JSON.stringify(rows) === JSON.stringify([...document.querySelectorAll('#replicas tr')].map((row) => {
+    const [name, state, version, behind, age, verified, pause, ranks] = [...row.cells].map((cell) => cell.textContent.trim());
+    return [name, state, version, behind, verified, ranks.split(" ")[0]];
+}).sort((a, b) => a[0] < b[0] ? -1 : 1)) && [...document.querySelectorAll('.alert')].length === alerts.length &&
+    [...document.querySelectorAll('.alert')].every((shown, index) => shown.textContent.startsWith(alerts[index]))"""
 
 
 class SlowFlush(weightsync.ModuleAdapter):
@@ -54,14 +54,15 @@ class Watched:
 
     def states(self) -> dict[str, str]:
         """States by replica, once the page shows the very status that the coordinator tells."""
-        for _ in range(TRIES):  # it goes on meanwhile
-            rows = replica_rows(self.ask("/v1/status"))
+        for _ in range(TRIES):  # the run continues
+            status = self.ask("/v1/status")
+            rows, alerts = replica_rows(status), [alert["text"] for alert in status["alerts"]]
             try:
-                self.page.wait_for_function(SHOWS, arg=rows, timeout=1000)
+                self.page.wait_for_function(SHOWS, arg=[rows, alerts], timeout=1000)
             except PageTimeout:
                 continue
             return {row[0]: row[1] for row in rows}
-        raise AssertionError(f"the page never showed what the coordinator says: {rows}\n{self.page.inner_text('#replicas')}")
+        raise AssertionError(f"the page never showed what the coordinator says: {rows} {alerts}\n{self.page.inner_text('main')}")
 
     def close(self) -> None:
         self._http.close()
@@ -91,23 +92,23 @@ def test_the_page_shows_what_the_coordinator_says_of_a_killed_a_refused_and_a_sl
     ):
         run.read_until("killing replica-1")
         run.read_until("round 2  version 2")
-        assert watched.states() == {"refused-0": "refused", "replica-0": "loaded", "replica-1": "lost", "slow-0": "loaded"}
-        assert "Restart that process" in page.locator("#replicas tr", has_text="replica-1").inner_text()
-        assert "Correct the engine's model" in page.locator("#replicas tr", has_text="refused-0").inner_text()
+        assert watched.states() == {"refused-0": "refused", "replica-0": "serving", "replica-1": "lost", "slow-0": "serving"}
+        assert "Restart it. It catches up by itself." in page.locator(".alert", has_text="replica-1/0 disappeared").inner_text()
+        assert "Correct the engine's model" in page.locator(".alert", has_text="refused-0 was refused").inner_text()
         assert "flush at slow-0/0" in page.locator("#rounds tr").first.inner_text()
         check_width(page)
         check_accessibility(page)
 
         run.read_until("killing trainer-1")
         run.read_until("  replica-1  dirty")
-        assert watched.states()["replica-1"] == "dirty"
+        assert watched.states()["replica-1"] == "out_of_service"
         assert "trainer ranks 0/" in page.inner_text("#head")
 
         run.read_until("killing coordinator")
         page.get_by_text("The coordinator does not answer").wait_for()
         run.read_until("coordinator is back")
         states = watched.states()
-        assert (states["replica-0"], states["replica-1"], states["refused-0"]) == ("loaded", "loaded", "refused")
+        assert (states["replica-0"], states["replica-1"], states["refused-0"]) == ("serving", "serving", "refused")
         rounds = page.locator("#rounds tr").all_inner_texts()
         assert any("2@3" in line for line in rounds), "rounds of the coordinator that was killed"
         assert page.locator("#rounds td.error").count() == sum(not one["ok"] for one in watched.ask("/v1/rounds?last=20"))

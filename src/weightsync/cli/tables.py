@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.coordinator.status import ReplicaStatus, Status
+from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH, milliseconds
 from weightsync.protocol.messages import RoundResult
@@ -47,6 +47,7 @@ _COLOR = {
     "refused": "red",
 }  # fmt: skip
 _SHOWN_ROUNDS = 5
+_SHOWN_PROCESSES = 4
 _OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "version", "ended", "run")  # the first to hide first
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
@@ -87,27 +88,49 @@ def _impact(finding: Finding) -> Text:
 
 
 def status_view(status: Status) -> RenderableType:
-    """Replicas and the last rounds, one line each. Errors follow their table."""
-    views: list[RenderableType] = [_heading(status)]
+    """A summary, problems with their fixes, replicas and the last rounds. Errors follow their table."""
+    views: list[RenderableType] = [_heading(status), *_alerts(status)]
     if not status.replicas:
         views.append(Text("no replica has joined yet", style="dim"))
         return Group(*views, *_rounds(status))
     rows = (
         (
-            replica.name, _colored(replica.state), _number(replica.version, replica.epoch), replica.staleness,
-            age(status.now - replica.since), f"{len(replica.ranks)}/{replica.world_size}", replica.adapter,
+            replica.name, _state(replica), _number(replica.version, replica.epoch), replica.staleness, age(status.now - replica.since),
+            replica.verified or None, None if replica.paused_seconds is None else milliseconds(replica.paused_seconds),
+            f"{len(replica.ranks)}/{replica.world_size}", _where(replica.ranks or replica.gone),
         )
         for replica in status.replicas
     )  # fmt: skip
-    views.append(titled_table("replicas", ("replica", "state", ">version", ">behind", ">for", ">ranks", "adapter"), rows))
-    views += notes(
-        (replica.name, plain_text(f"rank {_absent(replica)} is not connected", "yellow"))
-        for replica in status.replicas
-        if replica.missing and replica.state != "left"
-    )
-    views += notes((replica.name, _departure(replica, status)) for replica in status.replicas if replica.state == "left")
-    views += notes((replica.name, plain_text(replica.error, "red")) for replica in status.replicas if replica.error)
+    headings = ("replica", "state", ">version", ">behind", ">for", "verified", ">pause", ">ranks", "~where")
+    views.append(titled_table("replicas", headings, rows))
+    listed = {alert.subject for alert in status.alerts if alert.level == "error"}
+    other = [replica for replica in status.replicas if replica.name not in listed]
+    views += notes((r.name, plain_text(_absent(r), "yellow")) for r in other if r.missing and r.state != "left")
+    views += notes((r.name, _departure(r, status)) for r in other if r.state == "left")
+    views += notes((r.name, plain_text(r.error, "red")) for r in other if r.error)
     return Group(*views, *_rounds(status))
+
+
+def _alerts(status: Status) -> Iterator[RenderableType]:
+    for alert in status.alerts:
+        line = plain_text(f"{alert.level}: ", "bold red" if alert.level == "error" else "bold yellow")
+        line.append_text(plain_text(f"{alert.text} ({age(status.now - alert.since)} ago)"))
+        yield line
+        yield Padding(plain_text(f"fix: {alert.fix}"), (0, 0, 0, 2))
+
+
+def _state(replica: ReplicaStatus) -> Text:
+    return plain_text(replica.service or replica.state, _COLOR.get(replica.state, ""))
+
+
+def _where(ranks: Sequence[RankStatus]) -> str:
+    """Hosts with process ids, or their number if there are many."""
+    hosts: dict[str, list[str]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(str(rank.pid))
+    return "; ".join(
+        f"{host}: {', '.join(pids) if len(pids) <= _SHOWN_PROCESSES else f'{len(pids)} processes'}" for host, pids in hosts.items()
+    )
 
 
 def _departure(replica: ReplicaStatus, status: Status) -> Text:
@@ -121,19 +144,23 @@ def _departure(replica: ReplicaStatus, status: Status) -> Text:
 def _absent(replica: ReplicaStatus) -> str:
     """Listed missing ranks, and the number of further ones."""
     more = replica.world_size - len(replica.ranks) - len(replica.missing)
-    return ", ".join(map(str, replica.missing)) + (f" and {more:,} more" if more > 0 else "")
+    *names, last = [*map(str, replica.missing), *([f"{more:,} more"] if more > 0 else [])]
+    return f"ranks {', '.join(names)} and {last} are not connected" if names else f"rank {last} is not connected"
 
 
 def _heading(status: Status) -> Text:
-    seedable = (
-        "no version to seed"
-        if status.version is None
-        else f"version {_number(status.version.number, status.version.epoch)} can be seeded ({status.version.digest})"
-    )
-    last = "nothing published yet" if status.last < 0 else f"last published: version {_number(status.last, status.epoch)}"
-    trainers = f"{len(status.trainer)} of {status.trainer_world_size} trainer ranks"
-    running = "; a round is running" if status.busy else ""
-    return plain_text(f"{_clock(status.now, status.now)}  run {status.run}: {last}; {seedable}; {trainers}{running}")
+    known = [replica for replica in status.replicas if replica.state != "left"]
+    serving = sum(replica.state == "loaded" and not replica.staleness for replica in known)
+    parts = ["nothing published yet"]
+    if status.last >= 0:
+        parts = [f"last published: version {_number(status.last, status.epoch)}, served by {serving} of {len(known)} replicas"]
+    updated = next((result.ended for result in reversed(status.rounds) if result.ok), None)
+    if updated is not None:
+        parts.append(f"last update {age(status.now - updated)} ago")
+    parts.append(f"trainer ranks: {len(status.trainer)} of {status.trainer_expected or status.trainer_world_size}")
+    if status.busy:
+        parts.append("a round is running")
+    return plain_text(f"{_clock(status.now, status.now)}  run {status.run}: {'; '.join(parts)}")
 
 
 def titled_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[object]] = ()) -> Table:

@@ -167,7 +167,8 @@ def test_status_and_round_for_people_and_programs(server: BackgroundServer) -> N
         trainer.link.call(Publish(3), 20)
         shown = run("status", *where)
         assert shown.exit_code == 0
-        assert re.search(r"mine-0\W+loaded\W+3\b", shown.output)
+        assert "last published: version 3, served by 1 of 1 replicas" in " ".join(shown.output.split())
+        assert re.search(r"mine-0\W+serving\W+3\b", shown.output)
         found = json.loads(run("status", "--json", *where).output)
         assert found["replicas"][0]["version"] == found["last"] == 3
         done = run("round", "mine-0", *where)

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from weightsync.cli.tables import age, doctor_table, event_line, round_view, rounds_view, status_view
 from weightsync.coordinator.events import RoundEnded
-from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
+from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus, Status
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.server.findings import Finding
@@ -59,11 +59,31 @@ def test_a_replica_with_a_long_error_takes_one_line_and_the_error_follows_the_ta
     text = shown(status_view(status(replica("mine-0", "loaded", 123455), replica("mine-1", "registered", None, ERROR))))
     lines = text.splitlines()
     (row,) = [line for line in lines if line.startswith("mine-1 ")]
-    assert re.fullmatch(r"mine-1 +registered +- +- +3 min +2/2 +transformers *", row)
-    assert re.search(r"^mine-0 +loaded +123455 +1 +3 min +2/2", text, re.MULTILINE)
+    assert re.fullmatch(r"mine-1 +registered +- +- +3 min +- +- +2/2 +host: 7, 7 *", row)
+    assert re.search(r"^mine-0 +loaded +123455 +1 +3 min +- +- +2/2", text, re.MULTILINE)
     assert text.count("21 tensors differ in dtype") == 1
     (where,) = [number for number, line in enumerate(lines) if line.startswith("  mine-1: ManifestMismatch: ")]
     assert where > lines.index(row)
+
+
+def test_alerts_come_before_the_replicas_with_their_fix_and_are_not_repeated_below_the_table() -> None:
+    gone = (RankStatus("mine-1/0", 0, "gpu-7", 14912, NOW - 200), RankStatus("mine-1/1", 1, "gpu-7", 14913, NOW - 200))
+    lost = msgspec.structs.replace(replica("mine-1", "lost", None, "PeerLost: mine-1/0", missing=(0, 1)), gone=gone)
+    serving = msgspec.structs.replace(
+        replica("mine-0", "loaded", 8), service="serving", staleness=0, verified="installed", paused_seconds=0.018
+    )
+    alert = Alert("error", "mine-1", "lost", "mine-1/0 disappeared.", "Restart it.", NOW - 200)
+    text = shown(status_view(msgspec.structs.replace(status(serving, lost, rounds=(result(8),)), last=8, alerts=(alert,))))
+    assert text.split("\nerror: ")[0].split() == (
+        "14:00:00 run run: last published: version 8, served by 1 of 2 replicas; last update 1 min ago; trainer ranks: 0 of 2; "
+        "a round is running"
+    ).split()  # fmt: skip
+    assert "\nerror: mine-1/0 disappeared. (3 min ago)" in text
+    assert text.index("  fix: Restart it.") < re.search(r"^replicas *$", text, re.MULTILINE).start()  # type: ignore[union-attr]
+    assert re.search(r"^mine-0 +serving +8 +0 +3 min +installed +18 ms +2/2 +host: 7, 7 *$", text, re.MULTILINE)
+    assert re.search(r"^mine-1 +lost +- +- +3 min +- +- +0/2 +gpu-7: *", text, re.MULTILINE)
+    assert "not connected" not in text
+    assert "PeerLost" not in text
 
 
 def test_a_replica_that_is_incomplete_says_which_ranks_are_missing_below_the_table() -> None:

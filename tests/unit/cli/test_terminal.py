@@ -54,7 +54,7 @@ def test_no_view_obeys_what_it_shows(view: RenderableType) -> None:
 
 
 def test_ranks_that_are_missing_are_counted() -> None:
-    assert "rank 1, 2 and 4,093 more is not connected" in printed(status_view(STATUS))
+    assert "ranks 1, 2 and 4,093 more are not connected" in printed(status_view(STATUS))
 
 
 def test_an_event_is_one_line() -> None:

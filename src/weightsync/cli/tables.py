@@ -96,7 +96,8 @@ def status_view(status: Status) -> RenderableType:
     rows = (
         (
             replica.name, _state(replica), _number(replica.version, replica.epoch), replica.staleness,
-            age(status.now - replica.since), replica.verified or None, None if replica.paused_seconds is None else milliseconds(replica.paused_seconds),
+            age(status.now - replica.since), replica.verified or None,
+            None if replica.paused_seconds is None else milliseconds(replica.paused_seconds),
             f"{len(replica.ranks)}/{replica.world_size}", _where(replica.ranks or replica.gone),
         )
         for replica in status.replicas

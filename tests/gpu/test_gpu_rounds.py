@@ -5,6 +5,7 @@ With two GPUs or more the engine has another device than the trainer, with one t
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
@@ -297,6 +298,8 @@ def test_offloaded_masters_are_copied_to_the_gpu(joined: Joined, masters: torch.
 
 
 def test_memory_that_cannot_be_shared_is_copied_on_its_gpu(joined: Joined, target: Model) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # or the allocator reuses ordinary segments of earlier tests, which can be shared
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         source = Model().to("cuda:0")

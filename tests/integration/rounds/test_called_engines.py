@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +134,8 @@ def test_all_ranks_leave_their_calls_if_one_fails_inside(
 def test_a_trainer_that_is_interrupted_ends_the_call_and_publishes_again(
     server: BackgroundServer, owned: ExitStack, trainer: weightsync.Trainer, threads: ThreadPoolExecutor
 ) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start background jobs that ignore it
+    owned.callback(signal.signal, signal.SIGINT, before)
     adapter = Called(module())
     join(owned, server, adapter, "owned")
     trainer.wait_for_replicas(1, timeout=SECONDS)

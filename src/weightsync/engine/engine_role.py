@@ -320,6 +320,9 @@ class EngineRole(SessionFront):
             raise ProtocolError(f"{self.session.member} has replaced no words of version {body.base}")
         with self.session.reverting(body.base):
             failpoints.reached("engine.revert")
+            shards = self.session.shards("follow")
+            if shards is None or not Views([shard.tensor for shard in staged.shards]).are_of([shard.tensor for shard in shards]):
+                raise PlanMismatch(f"the parameters of {self.session.member} are elsewhere, and need not hold version {body.base}")
             staged.revert()
         failpoints.reached("engine.reverted")
 

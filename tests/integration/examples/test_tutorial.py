@@ -85,7 +85,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         runner = CliRunner(env={"WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token, "COLUMNS": "120"})
         shown = [runner.invoke(cli, command.replace("round.json", str(tmp_path / "round.json")).split()) for command in commands]
         assert [(done.exit_code, bool(done.output)) for done in shown] == [(0, True)] * 3
-        assert re.search(r"policy-1 +loaded +2 ", shown[0].output)
+        assert re.search(r"policy-1 +serving +2 ", shown[0].output)
         assert "policy-1" in (tmp_path / "round.json").read_text()
         trainer.type("q\n")
         assert "Error" not in trainer.output.read()

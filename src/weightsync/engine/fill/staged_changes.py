@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,14 @@ UInt64 = npt.NDArray[np.uint64]
 _KEPT = 2  # bytes of staging memory for each byte of lists: the lists, and the words that they replace
 
 
+class DigestsNow(Protocol):
+    """Fills memory, and digests it."""
+
+    def digests(self) -> UInt64:
+        """The digest of each row, of what is there now."""
+        ...
+
+
 class StagedChanges:
     """What leads the parameters of this rank from version ``base`` to version ``number``.
 
@@ -36,14 +45,14 @@ class StagedChanges:
     """
 
     def __init__(
-        self, filler: object, body: Stage, changes: Sequence[Changes], base_digests: UInt64, shards: Sequence[Shard]
+        self, filler: DigestsNow, body: Stage, changes: Sequence[Changes], base_digests: UInt64, shards: Sequence[Shard]
     ) -> None:
         self._filler = filler
         self.base: Version = body.base
         self.number = body.number
         self.nbytes = sum(2 * each.words for each in changes)
         """Bytes of lists."""
-        self._changes, self._base_digests, self._shards = changes, base_digests, shards
+        self._changes, self._base_digests, self.shards = changes, base_digests, shards
         self._stop = np.zeros(1, np.int8)
 
     def is_for(self, number: int, filler: object) -> bool:
@@ -77,7 +86,7 @@ class StagedChanges:
         digests = self._base_digests.copy()
         for changes in self._changes:
             changes.revert(digests, self._stop)
-        if not np.array_equal(digests, self._base_digests):
+        if not (np.array_equal(digests, self._base_digests) and np.array_equal(self._filler.digests(), digests)):
             raise ProtocolError(f"the words of version {self.base} could not be put back")
 
     def abort(self) -> None:
@@ -93,7 +102,9 @@ class ChangesReader:
         self._readers: Readers | None = None
         self._sources: list[tuple[Transport, Reader]] = []
 
-    def read(self, filler: object, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline) -> StagedChanges:
+    def read(
+        self, filler: DigestsNow, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline
+    ) -> StagedChanges:
         """Read the lists of every source, and check them.
 
         Raises:

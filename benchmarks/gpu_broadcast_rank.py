@@ -24,7 +24,7 @@ from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
 from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup, StoreRendezvous, init_custom_process_group
-from weightsync.transports.net.tile_limits import cut_tiles
+from weightsync.transports.net.frames import cut_tiles
 from weightsync_bench.gpu_job import manifest_for
 from weightsync_bench.peer import serve
 

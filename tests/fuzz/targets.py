@@ -49,8 +49,7 @@ from weightsync.transports.host.shared_memory import SharedMemory, SharedMemoryR
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 from weightsync.transports.net.handshake import greet_publisher, greet_reader
 from weightsync.transports.net.messages import REQUEST_BYTES, RegisterTiles, Start, TableBudget, next_control
-from weightsync.transports.tcp.sender import Sender
-from weightsync.transports.tcp.transport import Tcp
+from weightsync.transports.tcp.transport import Sender, Tcp
 
 __all__ = ["TARGETS", "Target"]
 

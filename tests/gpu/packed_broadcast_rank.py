@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
-from weightsync.transports.net.tile_limits import cut_tiles
+from weightsync.transports.net.frames import cut_tiles
 
 BUFFER = 2 << 20
 SIZES = [1, 3, 511, 512, 513, 0, 4 << 20, 100_000, 77, (5 << 20) + 9, *([40_961] * 300)]

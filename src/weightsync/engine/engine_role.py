@@ -58,7 +58,7 @@ from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.overlaps import check_writable
 from weightsync.tensors.shards import Shard, Views
 from weightsync.transports.base import Network, Transport
-from weightsync.transports.select import transports_for
+from weightsync.transports.registry import transports_for
 
 __all__ = ["EngineRole"]
 

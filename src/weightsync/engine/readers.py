@@ -19,7 +19,7 @@ from weightsync.protocol.messages import Host, Offer, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Reader, Transport
-from weightsync.transports.select import choose
+from weightsync.transports.registry import choose
 
 __all__ = ["Readers", "Stopwatch", "connect", "reaches", "writing"]
 

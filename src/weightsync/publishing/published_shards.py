@@ -33,7 +33,7 @@ from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import OwnCudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import own_address, reachable_address
-from weightsync.transports.select import transports_for
+from weightsync.transports.registry import transports_for
 
 __all__ = ["PublishedShards", "network_of", "publishing_transports"]
 

@@ -1,4 +1,6 @@
-"""Transports by name. Each is imported when it is first asked for; third parties add theirs.
+"""Transports by name, and the choice of them for a machine and for an offer.
+
+Each is imported when it is first asked for; third parties add theirs.
 
 A package of a third party declares in its ``pyproject.toml``, with a class that derives from
 :class:`weightsync.transports.base.Transport`::
@@ -9,13 +11,16 @@ A package of a third party declares in its ``pyproject.toml``, with a class that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
+from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import Transport
 
-__all__ = ["BUILT_IN", "FROM_HOST_MEMORY", "known", "transport"]
+__all__ = ["BUILT_IN", "FROM_HOST_MEMORY", "choose", "known", "transport", "transports_for"]
+
 
 BUILT_IN: dict[str, str] = {
     "inproc": "weightsync.transports.host.inproc:InProcess",
@@ -57,3 +62,58 @@ def transport(name: str) -> Transport:
     except (ImportError, AttributeError) as error:
         raise TransportUnavailable(f"transport {name!r} cannot be used: {error}") from error
     return made
+
+
+def transports_for(given: Sequence[Transport | str] | None, encrypted: bool = False) -> tuple[Transport, ...]:
+    """The transports to use, in order: those given, or all built-in ones that work here and need not be named.
+
+    With ``encrypted``, those that cannot encrypt on a network must be named. A name stands for the transport with its default
+    settings. Raises :class:`~weightsync.errors.TransportUnavailable` if one that was given cannot work here, with what would
+    help, and :class:`~weightsync.errors.ConfigurationError` for an unknown name.
+    """
+    if given is None:
+        every = map(transport, BUILT_IN)
+        return tuple(
+            transport
+            for transport in every
+            if transport.automatic()
+            and (transport.traits.encrypted or transport.traits.reach != "network" or not encrypted)
+            and transport.unavailable() is None
+        )
+    if isinstance(given, str | Transport):
+        raise ConfigurationError(f"transports is a list, best first: give [{given!r}], not {given!r}")
+    if not given:
+        raise ConfigurationError(f"no transport is allowed; choose from {', '.join(BUILT_IN)}")
+    wanted = tuple(transport(one) if isinstance(one, str) else one for one in given)
+    for given_transport in wanted:
+        reason = given_transport.unavailable()
+        if reason is not None:
+            raise TransportUnavailable(f"transport {given_transport.name!r} cannot be used on this machine: {reason}")
+    if len({transport.name for transport in wanted}) != len(wanted):
+        raise ConfigurationError(f"a transport is given twice: {', '.join(transport.name for transport in wanted)}")
+    return wanted
+
+
+def choose(offers: Sequence[Offer], allowed: Sequence[Transport], local_host: Host) -> list[tuple[Transport, Offer]]:
+    """The offers that a reader on ``local_host`` can use, each with its transport, in the order in which to try them.
+
+    A transport of a third party comes before the built-in ones, in the publisher's order: somebody who installs one wants it.
+    Raises :class:`~weightsync.errors.TransportUnavailable` with each offer and why it does not reach.
+    """
+    order = {name: place for place, name in enumerate(BUILT_IN)}
+    by_name = {allowed_transport.name: allowed_transport for allowed_transport in allowed}
+    usable: list[tuple[Transport, Offer]] = []
+    reasons: list[str] = []
+    for offer in offers:
+        known = by_name.get(offer.scheme)
+        reason = f"not among the allowed transports ({', '.join(by_name)})" if known is None else known.unavailable()
+        if known is not None and reason is None:
+            if known.reaches(offer, local_host):
+                usable.append((known, offer))
+                continue
+            reason = "does not reach that far"
+        reasons.append(f"{offer.scheme} on {offer.host.name}: {reason}")
+    if not usable:
+        listed = "\n  ".join(reasons) or "the source offers none"
+        raise TransportUnavailable(f"no transport reaches the source from {local_host.name}:\n  {listed}")
+    return sorted(usable, key=lambda pair: order.get(pair[1].scheme, -1))

@@ -20,8 +20,7 @@ from weightsync.transports.host import memory
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.registry import known, transport
-from weightsync.transports.select import choose, transports_for
+from weightsync.transports.registry import choose, known, transport, transports_for
 from weightsync.transports.tcp.transport import Tcp
 
 __all__ = ["nothing_left"]

@@ -18,7 +18,7 @@ from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.testing.copy_cases import tiles_from
 from weightsync.trainer.trainer_role import TrainerRole
-from weightsync.transports import select
+from weightsync.transports import registry
 from weightsync.transports.base import Network
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
@@ -128,12 +128,12 @@ def test_an_agent_is_made_again_when_a_network_device_was_removed_while_ucx_open
 @needs_nixl
 def test_it_is_chosen_unnamed_only_where_there_is_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def names(encrypted: bool = False) -> list[str]:
-        return [transport.name for transport in select.transports_for(None, encrypted)]
+        return [transport.name for transport in registry.transports_for(None, encrypted)]
 
     where = "weightsync.transports.nixl.transport.rdma_devices"
     monkeypatch.setattr(where, lambda: rdma_devices(tmp_path))
     assert "nixl" not in names()
-    assert [transport.name for transport in select.transports_for(["nixl"])] == ["nixl"]
+    assert [transport.name for transport in registry.transports_for(["nixl"])] == ["nixl"]
     device_tree(tmp_path, mlx5_0="4: ACTIVE")
     assert "nixl" in names()
     assert names().index("nixl") < names().index("tcp")
@@ -144,7 +144,7 @@ def test_it_is_chosen_unnamed_only_where_there_is_an_rdma_device(monkeypatch: py
 def test_without_nixl_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_module",))
     with pytest.raises(TransportUnavailable, match=r"pip install 'weightsync\[nixl\]'"):
-        select.transports_for(["nixl"])
+        registry.transports_for(["nixl"])
 
 
 @needs_nixl
@@ -156,7 +156,7 @@ def test_a_run_that_demands_encryption_refuses_it() -> None:
 @needs_nixl
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(TransportUnavailable, match=r"no network device mlx9_0; it has .*lo"):
-        select.transports_for([Nixl(devices="lo,mlx9_0:1")])
+        registry.transports_for([Nixl(devices="lo,mlx9_0:1")])
     assert Nixl(devices="lo").unavailable() is None
 
 
@@ -220,7 +220,7 @@ def test_a_publisher_that_fails_to_describe_its_memory_says_why(monkeypatch: pyt
 
     region = PublishedRegion(1 << 16, "d" * 32)
     publisher = Nixl().publish(region, KEY, this_host())
-    monkeypatch.setattr("weightsync.transports.nixl.publisher._Registration.describe", fails)
+    monkeypatch.setattr("weightsync.transports.nixl.transport._Registration.describe", fails)
     before = agents_here()
     try:
         with pytest.raises(TransportUnavailable, match="its memory went away"):

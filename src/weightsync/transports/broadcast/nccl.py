@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,14 @@ from weightsync.transports.broadcast.reader import Receipt, ReceivingWire, tiles
 from weightsync.transports.broadcast.sender import BroadcastJob, Packer, SendingWire
 from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.cuda.region import CudaRegion
-from weightsync.transports.host.pinning import Pinned
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.net.messages import Ready
 
-__all__ = ["Nccl"]
+__all__ = ["Nccl", "Pinned"]
 
 Int64 = npt.NDArray[np.int64]
+
+_MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class Nccl(Broadcast):
@@ -218,3 +220,31 @@ def _together(groups: Sequence[CopyTable]) -> CopyTable:
     if not groups:
         return CopyTable.empty()
     return CopyTable(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))
+
+
+class Pinned:
+    """Keeps ``memory`` in place and readable by kernels on ``device``, at :attr:`address`, until closed.
+
+    Raises :class:`~weightsync.errors.TransportUnavailable` where the driver refuses (locked memory is limited, say).
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8], device: torch.device) -> None:
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self.address = int(memory.ctypes.data)
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if not memory.nbytes:
+            return
+        with torch.cuda.device(device):
+            code = int(self._runtime.cudaHostRegister(self.address, memory.nbytes, _MAPPED_FOR_ALL))
+        if code:
+            raise TransportUnavailable(
+                f"{memory.nbytes:,} bytes of host memory cannot be read by {device} (CUDA error {code}): raise the limit of locked "
+                "memory (ulimit -l), or keep the trainer's shards on its GPU"
+            )
+        self._memory = memory
+
+    def close(self) -> None:
+        """Let go of it. Nothing may be reading it. Safe twice."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._runtime.cudaHostUnregister(self.address)

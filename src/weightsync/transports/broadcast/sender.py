@@ -13,13 +13,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, WeightSyncError, to_wire
+from weightsync.errors import (
+    Aborted,
+    BroadcastBroken,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    WeightSyncError,
+    to_wire,
+)
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
@@ -28,19 +36,19 @@ from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRe
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
-from weightsync.transports.net.dialer import tune
 from weightsync.transports.net.frames import wanted_tiles
 from weightsync.transports.net.listening_publisher import ListeningPublisher
 from weightsync.transports.net.messages import (
     ANSWER_SECONDS,
-    IDLE_SECONDS,
+    ControlMessage,
     Fail,
+    Handlers,
     Ready,
     RegisterTiles,
     Start,
     TableBudget,
-    next_request,
     send_request,
+    serve_requests,
     transfer_deadline,
 )
 
@@ -266,32 +274,25 @@ class BroadcastPublisher(ListeningPublisher):
             raise
 
     def _serve(self, channel: Channel) -> None:
-        tune(channel.socket)
         member = _Member(channel, self._region.header)
         with self._lock:
             self._members.add(member)
-        try:
-            while True:
-                request = next_request(channel, self._budget, Deadline(IDLE_SECONDS), MESSAGES)
+
+        def idle(handler: Callable[[_Member, Any], Ready | None]) -> Callable[[Any], Ready | None]:
+            def handle(request: ControlMessage) -> Ready | None:
                 if member.transfer is not None:
-                    raise ProtocolError("a reader must not ask for anything while it is being sent to")
-                try:
-                    if isinstance(request, RegisterTiles):
-                        self._remember(member, request)
-                        send_request(channel, self._wire.ready(), Deadline(ANSWER_SECONDS))
-                    elif isinstance(request, Start):
-                        self._start(member, request)
-                    elif isinstance(request, Warmup):
-                        self._warm_up(member, request)
-                    else:
-                        raise ProtocolError(f"a reader does not say {type(request).__name__}")
-                except (StaleSource, ProtocolError) as error:
-                    send_request(channel, Fail(*to_wire(error)), Deadline(ANSWER_SECONDS))
+                    raise Aborted("a reader must not ask for anything while it is being sent to")  # ends the connection
+                return handler(member, request)
+
+            return handle
+
+        handlers: Handlers = {RegisterTiles: idle(self._remember), Start: idle(self._start), Warmup: idle(self._warm_up)}
+        try:
+            serve_requests(channel, self._budget, handlers, MESSAGES)
         finally:
-            self._budget.leave(channel)
             self._leave(member)
 
-    def _remember(self, member: _Member, want: RegisterTiles) -> None:
+    def _remember(self, member: _Member, want: RegisterTiles) -> Ready:
         with self._lock:
             member.request = _NOTHING
         tiles, counts = wanted_tiles(want, self._layout_digest, self._sizes, TILE_BYTES)
@@ -299,6 +300,7 @@ class BroadcastPublisher(ListeningPublisher):
         with self._lock:
             member.request = blake2b(want.counts + want.tiles, digest_size=16).digest()
             self._look(member.request)
+        return self._wire.ready()
 
     # Gathering.
 

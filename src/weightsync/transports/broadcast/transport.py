@@ -26,11 +26,11 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Host, Offer
-from weightsync.transports.base import LOOPBACK, Network, Reader, Transport
+from weightsync.transports.base import LOOPBACK, Network, Reader
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER, BroadcastReader, ReceivingWire
 from weightsync.transports.broadcast.sender import BroadcastPublisher, SendingWire
 from weightsync.transports.net.dialer import dialer
-from weightsync.transports.net.publisher_address import PublisherAddress, reaches
+from weightsync.transports.net.listening_publisher import NetworkTransport, PublisherAddress
 
 __all__ = ["Broadcast", "BufferSettings"]
 
@@ -79,7 +79,7 @@ def _not_int(value: object) -> bool:
     return isinstance(value, bool) or not isinstance(value, int)
 
 
-class Broadcast(Transport):
+class Broadcast(NetworkTransport):
     """Base of the broadcast transports. Addresses as for ``tcp``, buffers as :class:`BufferSettings`.
 
     The sender's buffers decide the size of a bucket; a reader takes as many of that size as its own ``num_buffers``.
@@ -111,10 +111,6 @@ class Broadcast(Transport):
     @abstractmethod
     def receiving(self) -> ReceivingWire:
         """Return a reader's end. Raises TransportUnavailable if there can be none here."""
-
-    def reaches(self, offer: Offer, local_host: Host) -> bool:
-        """See :class:`weightsync.transports.base.Transport`."""
-        return reaches(offer, local_host)
 
     def publish(self, region: Any, key: bytes, local_host: Host, network: Network = LOOPBACK) -> BroadcastPublisher:  # noqa: ANN401
         """See :class:`weightsync.transports.base.Transport`."""

@@ -16,6 +16,7 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.frames import FRAME_BYTES, cut_tiles
 from weightsync.transports.net.messages import (
     ANSWER_BYTES,
     COMMON,
@@ -29,7 +30,6 @@ from weightsync.transports.net.messages import (
     next_control,
     send_request,
 )
-from weightsync.transports.net.tile_limits import FRAME_BYTES, cut_tiles
 
 __all__ = ["ConnectedReader", "Dial"]
 

@@ -1,4 +1,4 @@
-"""Base of the publishers that listen on a socket."""
+"""Base of the transports whose publishers listen on a socket: their addresses, and the publisher itself."""
 
 from __future__ import annotations
 
@@ -9,19 +9,62 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import msgspec
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol.messages import Host, Offer
 from weightsync.protocol.tokens import is_loopback
 from weightsync.transports.base import Transport
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.dialer import tune
 from weightsync.transports.net.handshake import ID_BYTES, check_key
 from weightsync.transports.net.listener import Listener
-from weightsync.transports.net.tls import EncryptedChannel, publisher_context
+from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, publisher_context
 
-__all__ = ["ListeningPublisher"]
+__all__ = ["ListeningPublisher", "NetworkTransport", "PublisherAddress"]
+
+
+class PublisherAddress(NamedTuple):
+    """An address: ``host:port/id``, or ``host:port/id/fingerprint`` of a publisher that speaks only TLS."""
+
+    host: str
+    port: int
+    publisher_id: bytes
+    fingerprint: bytes
+
+    @classmethod
+    def parse(cls, address: str) -> PublisherAddress:
+        """Parse the address of an offer.
+
+        Raises:
+            ProtocolError: It is not an address.
+        """
+        where, _, rest = address.partition("/")
+        publisher_id, secured, fingerprint = rest.partition("/")
+        host, _, port = where.rpartition(":")
+        try:
+            host = host.removeprefix("[").removesuffix("]")
+            parsed = cls(host, int(port), bytes.fromhex(publisher_id), bytes.fromhex(fingerprint))
+        except ValueError:
+            parsed = cls("", 0, b"", b"")
+        lengths = ID_BYTES, FINGERPRINT_BYTES if secured else 0
+        if not parsed.host or not 0 < parsed.port < 1 << 16 or (len(parsed.publisher_id), len(parsed.fingerprint)) != lengths:
+            raise ProtocolError(f"{address!r} is not the address of a publisher (host:port/id, or host:port/id/fingerprint)")
+        return parsed
+
+
+class NetworkTransport(Transport):
+    """Base of the transports whose publishers are a :class:`ListeningPublisher`."""
+
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
+        """Whether ``local_host`` could connect to the address of ``offer``: a loopback address only reaches its own host."""
+        try:
+            host = PublisherAddress.parse(offer.address).host
+        except ProtocolError:
+            return False
+        return offer.host.name == local_host.name or not is_loopback(host)
 
 
 class ListeningPublisher(ABC):
@@ -70,7 +113,7 @@ class ListeningPublisher(ABC):
                 make = functools.partial(EncryptedChannel, context=context)
             traits = msgspec.structs.replace(transport.traits, encrypted=encrypted)
             self._offer = Offer(scheme=transport.name, address=address, host=local_host, traits=traits)
-            self._listener = Listener(sock, transport.name, check_key(key), publisher_id, self._serve, channel=make)
+            self._listener = Listener(sock, transport.name, check_key(key), publisher_id, self._accept, channel=make)
         except BaseException:
             sock.close()
             raise
@@ -83,6 +126,10 @@ class ListeningPublisher(ABC):
     def busy(self) -> AbstractContextManager[None]:
         """Give a context for a transfer: see :meth:`Listener.busy`."""
         return self._listener.busy()
+
+    def _accept(self, channel: Channel) -> None:
+        tune(channel.socket)
+        self._serve(channel)
 
     @abstractmethod
     def _serve(self, channel: Channel) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, to_wire
+from weightsync.errors import ProtocolError, StaleSource, TransportUnavailable, to_wire
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 
@@ -21,12 +22,12 @@ __all__ = [
     "ANSWER_BYTES",
     "ANSWER_SECONDS",
     "COMMON",
-    "IDLE_SECONDS",
     "MAX_GROUPS",
     "MAX_TILES",
     "REQUEST_BYTES",
     "ControlMessage",
     "Fail",
+    "Handlers",
     "Messages",
     "Ready",
     "RegisterTiles",
@@ -36,6 +37,7 @@ __all__ = [
     "next_control",
     "next_request",
     "send_request",
+    "serve_requests",
     "transfer_deadline",
 ]
 
@@ -45,7 +47,7 @@ MAX_GROUPS = 1 << 20
 REQUEST_BYTES = 40 * MAX_TILES + 8 * MAX_GROUPS + 4096
 """Most bytes of a request that a publisher reads, from a reader that has proved to know the key."""
 ANSWER_BYTES = 1 << 16
-IDLE_SECONDS = 3600.0
+_IDLE_SECONDS = 3600.0
 """A reader that asks for nothing so long is cut off; it connects again when it wants something."""
 ANSWER_SECONDS = 10.0
 """How long a reader has to take a short answer."""
@@ -93,6 +95,7 @@ class Fail(ControlMessage, frozen=True):
 
 
 Messages = msgspec.msgpack.Decoder[Any]
+Handlers = Mapping[type[ControlMessage], Callable[[Any], ControlMessage | None]]
 """The messages that a transport understands: a decoder of the union of their types, each a :class:`ControlMessage`."""
 
 COMMON: Messages = msgspec.msgpack.Decoder(RegisterTiles | Start | Ready | Fail)
@@ -177,6 +180,31 @@ def next_request(channel: Channel, budget: TableBudget, deadline: Deadline, mess
                 send_request(channel, Fail(*to_wire(error)), deadline)
                 continue
         return decode_control(channel, header, REQUEST_BYTES, deadline, messages)
+
+
+def serve_requests(
+    channel: Channel,
+    budget: TableBudget,
+    handlers: Handlers,
+    messages: Messages = COMMON,
+) -> None:
+    """Answer a reader's requests, each by the handler of its type, until the reader goes away; ``None`` is no answer yet.
+
+    What a handler raises because of the request is the answer. Raises what ends the connection.
+    """
+    try:
+        while True:
+            request = next_request(channel, budget, Deadline(_IDLE_SECONDS), messages)
+            try:
+                if type(request) not in handlers:
+                    raise ProtocolError(f"a reader does not say {type(request).__name__}")
+                answer = handlers[type(request)](request)
+            except (StaleSource, ProtocolError, TransportUnavailable) as error:
+                answer = Fail(*to_wire(error))
+            if answer is not None:
+                send_request(channel, answer, Deadline(ANSWER_SECONDS))
+    finally:
+        budget.leave(channel)
 
 
 def _discard(channel: Channel, nbytes: int, deadline: Deadline) -> None:

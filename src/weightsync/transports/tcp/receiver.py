@@ -12,8 +12,8 @@ from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
+from weightsync.transports.net.frames import MAX_FRAME_BYTES
 from weightsync.transports.net.messages import ANSWER_BYTES, Fail, Start, decode_control, send_request
-from weightsync.transports.net.tile_limits import MAX_FRAME_BYTES
 from weightsync.transports.tcp.tile_stream import TileStream
 
 __all__ = ["StreamReader"]

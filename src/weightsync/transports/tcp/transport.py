@@ -9,22 +9,73 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import Host, Offer, Traits
+from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.region import PublishedRegion
-from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.dialer import dialer, tune
-from weightsync.transports.net.listening_publisher import ListeningPublisher
-from weightsync.transports.net.messages import TableBudget
-from weightsync.transports.net.publisher_address import PublisherAddress, reaches
+from weightsync.transports.net.channel import DATA, END, Channel, FrameHeader
+from weightsync.transports.net.dialer import dialer
+from weightsync.transports.net.frames import FRAME_BYTES, frames_of, wanted_tiles
+from weightsync.transports.net.listening_publisher import ListeningPublisher, NetworkTransport, PublisherAddress
+from weightsync.transports.net.messages import Ready, RegisterTiles, Start, TableBudget, serve_requests, transfer_deadline
 from weightsync.transports.net.tls import EncryptedChannel, reader_context
 from weightsync.transports.tcp.receiver import StreamReader
-from weightsync.transports.tcp.sender import Sender
+from weightsync.transports.tcp.tile_stream import TileStream
 
-__all__ = ["Tcp", "TcpPublisher"]
+__all__ = ["Sender", "Tcp", "TcpPublisher"]
+
+
+class Sender:
+    """Serves one authenticated reader of ``region`` until it goes away. Holds a :class:`TileStream`.
+
+    ``budget`` is what all readers of the region share; ``busy`` gives a context in which each transfer runs.
+    """
+
+    def __init__(
+        self, region: PublishedRegion, channel: Channel, budget: TableBudget, busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._channel, self._budget, self._busy = channel, budget, busy
+        self._layout_digest = region.layout_digest
+        self._header = region.header  # with the payload, keeps the memory mapped whatever happens to the region
+        self._payload = region.payload
+        self._addresses = np.array([region.address], np.int64)
+        self._tiles = CopyTable.empty()
+        self._frames: npt.NDArray[np.int64] = np.empty((0, 5), np.int64)
+        self._stream_of_tiles = TileStream(channel)
+
+    def run(self) -> None:
+        """Answer requests. Raises what ends the connection."""
+        serve_requests(self._channel, self._budget, {RegisterTiles: self._remember, Start: self._start})
+
+    def _remember(self, want: RegisterTiles) -> Ready:
+        self._frames = np.empty((0, 5), np.int64)
+        tiles, counts = wanted_tiles(want, self._layout_digest, (len(self._payload),), FRAME_BYTES)
+        self._tiles, self._frames = tiles, frames_of(counts, tiles.rows * tiles.row_bytes)
+        return Ready()
+
+    def _start(self, request: Start) -> None:
+        deadline = transfer_deadline(request.seconds)
+        with self._busy():
+            self._stream(request.version, deadline)
+
+    def _stream(self, version: int, deadline: Deadline) -> None:
+        stamp = self._header.require(version)
+        channel = self._channel
+        for sequence, (group, offset, first, last, nbytes) in enumerate(self._frames.tolist()):
+            self._header.require_unchanged(stamp)
+            header = FrameHeader(DATA, sequence, version, group, first - offset, last - offset, nbytes).pack()
+            channel.send([header], deadline, more=True)
+            self._stream_of_tiles.send(self._tiles, self._addresses, first, last, nbytes, deadline)
+        # Whatever was overwritten since it was sent is caught here at the latest: a reader believes nothing before the end.
+        self._header.require_unchanged(stamp)
+        channel.send([FrameHeader(END, len(self._frames), version).pack()], deadline)
 
 
 class TcpPublisher(ListeningPublisher):
@@ -45,11 +96,10 @@ class TcpPublisher(ListeningPublisher):
         super().__init__(transport, key, local_host, bind, port, advertise, encrypt)
 
     def _serve(self, channel: Channel) -> None:
-        tune(channel.socket)
         Sender(self._region, channel, self._budget, self.busy).run()
 
 
-class Tcp(Transport):
+class Tcp(NetworkTransport):
     """The transport ``tcp``.
 
     ``bind`` is the address to listen on, ``port`` 0 for any, ``advertise`` the address that readers get instead.
@@ -63,10 +113,6 @@ class Tcp(Transport):
 
     def __init__(self, bind: str | None = None, port: int = 0, advertise: str | None = None, encrypt: bool | None = None) -> None:
         self._bind, self._port, self._advertise, self._encrypt = bind, port, advertise, encrypt
-
-    def reaches(self, offer: Offer, local_host: Host) -> bool:
-        """See :class:`weightsync.transports.base.Transport`."""
-        return reaches(offer, local_host)
 
     def publish(self, region: PublishedRegion, key: bytes, local_host: Host, network: Network = LOOPBACK) -> ListeningPublisher:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -14,8 +14,6 @@ import typer
 
 from weightsync.cli.options import Json, JsonLast, parse_size
 
-__all__ = ["PlacementOption", "bench", "plan"]
-
 _PICTURE_WIDTH = 110
 _PICTURE = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal" viewBox="0 0 {width} {height}">

@@ -19,8 +19,6 @@ from weightsync.tensors.shards import shards_of
 from weightsync_bench.shapes import one_trillion, qwen3_30b_a3b
 from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 
-__all__ = ["COMPUTE_CASES", "Case", "run_compute_case"]
-
 
 class Case(msgspec.Struct, frozen=True):
     """Result of one case. ``ratio`` is ``seconds / floor_seconds``, and ``goal`` is the required ratio."""

@@ -11,8 +11,6 @@ from rich.text import Text
 from weightsync.cli.tables import notes, plain_text, titled_table
 from weightsync_bench.forecast.forecast import Forecast, RefitForecast
 
-__all__ = ["forecast_view", "links_view"]
-
 _KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 

@@ -14,8 +14,6 @@ from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync_bench.sharding import fsdp, tensor_parallel
 
-__all__ = ["MODELS", "Delivery", "Job", "count_of", "manifest_for", "place"]
-
 MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3-8b": qwen3_8b}
 """Models with built-in shapes."""
 

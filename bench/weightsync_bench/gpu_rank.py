@@ -32,8 +32,6 @@ from weightsync_bench.gpu_job import Job, manifest_for
 from weightsync_bench.peer import serve
 from weightsync_bench.sharding import fsdp, tensor_parallel
 
-__all__ = ["main"]
-
 
 def _boxes(manifest: Manifest, layout: Layout) -> Iterator[tuple[TensorSpec, Box]]:
     """Yield the tensor and the box of each row of a layout."""

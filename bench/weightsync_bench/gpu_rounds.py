@@ -18,8 +18,6 @@ from weightsync.server.server import BackgroundServer
 from weightsync_bench.gpu_job import Job, manifest_for
 from weightsync_bench.peer import Peer, together
 
-__all__ = ["GpuCase", "Rates", "measured_rates", "run_gpu_case"]
-
 _COPY_BYTES = 2 << 30
 _SECONDS = 180.0
 _TRAINING_SECONDS = 12.0  # between joining and the first publication, for preparation

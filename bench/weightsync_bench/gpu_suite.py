@@ -15,8 +15,6 @@ from weightsync_bench.gpu_rounds import GpuCase, measured_rates, run_gpu_case
 from weightsync_bench.options import BenchOptions
 from weightsync_bench.report import gpu_machine, print_json
 
-__all__ = ["jobs_of", "run_gpu_suite"]
-
 _SHOWN = ("agree", "place", "pause", "receive", "load", "digest", "move_without_digest", "verify", "commit", "pause_to_resume")
 
 

@@ -17,8 +17,6 @@ from weightsync_bench.options import BenchOptions
 from weightsync_bench.report import machine, print_json
 from weightsync_bench.transfer import TRANSFER_CASES, run_transfer_case
 
-__all__ = ["CaseSummary", "run", "select", "summarize"]
-
 
 class CaseSummary(msgspec.Struct, frozen=True):
     """Several runs of one case. All times are in seconds."""

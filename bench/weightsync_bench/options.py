@@ -6,8 +6,6 @@ import msgspec
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["BenchOptions"]
-
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a benchmark.

@@ -19,8 +19,6 @@ from weightsync.config import worker_environment
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, RoundFailed, WeightSyncError
 
-__all__ = ["Peer", "serve", "tensor_shapes", "together"]
-
 
 class Peer(Closeable):
     """Child process that runs ``python -m module CONFIG`` and executes commands with :func:`serve`.

@@ -27,8 +27,6 @@ from weightsync.trainer.trainer import Trainer
 from weightsync.transports.net.encrypted_records import KEY_BYTES
 from weightsync_bench.peer import serve, tensor_shapes
 
-__all__ = ["main"]
-
 _PIECE = 256 << 10  # bytes that the floor encrypts at a time: they fit every second-level cache
 
 

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 
 import msgspec
 
-__all__ = ["gpu_machine", "machine", "print_json"]
-
 
 def machine() -> dict[str, object]:
     """Describe this machine, for CPU cases."""

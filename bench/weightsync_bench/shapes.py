@@ -12,18 +12,6 @@ from msgspec import Meta
 from weightsync.errors import ConfigurationError
 from weightsync.model import TensorSpec
 
-__all__ = [
-    "CONFIGURATIONS",
-    "ModelConfiguration",
-    "check_heads",
-    "one_trillion",
-    "qwen3_8b",
-    "qwen3_30b_a3b",
-    "read_configuration",
-    "tensor_counts",
-    "tensors_of",
-]
-
 _Shapes = dict[str, tuple[int, ...]]
 _Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 _MOST_TENSORS = 1 << 20

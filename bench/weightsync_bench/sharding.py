@@ -11,18 +11,6 @@ import numpy.typing as npt
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 
-__all__ = [
-    "Cut",
-    "expert_numbers",
-    "expert_parallel",
-    "fsdp",
-    "outermost",
-    "packed",
-    "parallel_dims",
-    "sharded",
-    "tensor_parallel",
-]
-
 Int64 = npt.NDArray[np.int64]
 Cut = tuple[Int64, int, int]
 """One mesh dimension: the padded dimension of each tensor that it cuts (-1 for none), this rank's index in it, and its size."""

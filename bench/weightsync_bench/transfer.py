@@ -30,8 +30,6 @@ from weightsync.server.server import BackgroundServer
 from weightsync_bench.compute import Case
 from weightsync_bench.peer import Peer, together
 
-__all__ = ["TRANSFER_CASES", "run_transfer_case"]
-
 _RANKS = 2
 
 TRANSFER_CASES = (

@@ -21,8 +21,6 @@ from weightsync.server.event_streams import EventStreams
 from weightsync.server.openapi import Operation
 from weightsync_callbacks.mailbox import Full, Mailbox, Post, Signal
 
-__all__ = ["FOLLOWER_HEADER", "Acknowledge", "Answered", "Completed", "Order", "RolloutBroker", "mount"]
-
 FOLLOWER_HEADER = "Weightsync-Follower"
 """Header with the secret that a follower of a mailbox chose."""
 _LASTING = ("/v1/rollouts/completions/events", "/v1/rollouts/orders/events", "/v1/rollouts/orders")

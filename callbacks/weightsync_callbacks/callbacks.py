@@ -28,8 +28,6 @@ from weightsync.server.http_client import coordinator_http
 from weightsync_callbacks.broker import Order
 from weightsync_callbacks.mail import request_until
 
-__all__ = ["RolloutCallback"]
-
 _GRACE = 5.0
 
 T = TypeVar("T")

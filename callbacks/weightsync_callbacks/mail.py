@@ -26,8 +26,6 @@ from weightsync.server.http_client import Backoff, coordinator_http, event_data,
 from weightsync_callbacks.broker import FOLLOWER_HEADER
 from weightsync_callbacks.mailbox import Signal
 
-__all__ = ["CompletionReceiver", "CompletionSender", "check", "follow_signals", "follower_http", "request_until"]
-
 _log = logging.getLogger(__name__)
 _BATCH = 1024
 _BATCH_BYTES = 16 << 20

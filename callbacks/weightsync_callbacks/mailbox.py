@@ -16,8 +16,6 @@ import msgspec
 
 from weightsync.errors import ConfigurationError, MembershipError
 
-__all__ = ["Full", "Mailbox", "Post", "Signal"]
-
 _ENTRIES = 1 << 16
 _BYTES = 256 << 20
 _REMEMBERED = 1 << 17

@@ -25,8 +25,6 @@ from weightsync_callbacks.broker import Answered, Name, Order
 from weightsync_callbacks.mail import follow_signals, follower_http, request_until
 from weightsync_callbacks.mailbox import Signal
 
-__all__ = ["CommandFollower", "Server", "UpdateServers"]
-
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
 _SHOWN = 500

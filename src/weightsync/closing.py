@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Closeable"]
-
 
 class Closeable(ABC):
     """Base of what is closed at the end of a ``with`` block."""

@@ -22,33 +22,6 @@ import msgspec
 from weightsync.errors import ConfigurationError
 from weightsync.model import PauseMode
 
-__all__ = [
-    "DEFAULT_PORT",
-    "VARIABLES",
-    "Address",
-    "ClientSettings",
-    "Limits",
-    "Require",
-    "RoundSettings",
-    "Secret",
-    "SecretKind",
-    "ServerSettings",
-    "Timeouts",
-    "Variable",
-    "agent_environment",
-    "control_settings",
-    "launched_place",
-    "read_token",
-    "runtime_directory",
-    "secret_in_environment",
-    "token_for_request",
-    "token_source",
-    "update_networks",
-    "variable",
-    "variable_of",
-    "worker_environment",
-]
-
 DEFAULT_PORT = 7400
 _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096

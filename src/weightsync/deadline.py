@@ -8,8 +8,6 @@ import time
 
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 
-__all__ = ["Deadline"]
-
 _MOST_SECONDS = threading.TIMEOUT_MAX / 2  # half: a wait may add its own margin
 
 

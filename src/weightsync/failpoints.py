@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["install", "reached"]
-
 _gate: Callable[[str], None] | None = None
 
 

@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["Origin", "event_loop", "give_up_memory", "in_children", "keep_for_ever", "run", "silence", "silence_file"]
-
 T = TypeVar("T")
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux; not in the mmap module

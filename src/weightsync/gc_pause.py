@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-__all__ = ["collecting_later", "gc_paused"]
-
 
 class _Hold:
     """Who holds collection off now, and the thresholds to put back.

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from weightsync.config import launched_place
 from weightsync.errors import ConfigurationError
 
-__all__ = ["place_in_world"]
-
 
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and world size: the arguments, else those of ``torch.distributed``, torchrun or Slurm, else 0 and 1.

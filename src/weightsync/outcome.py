@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, ParamSpec, TypeVar
 
-__all__ = ["Latch", "Outcome"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

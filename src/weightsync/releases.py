@@ -15,23 +15,6 @@ from typing import NamedTuple
 
 from weightsync.errors import ConfigurationError
 
-__all__ = [
-    "IN_CALL",
-    "JOINING_ASYNC",
-    "JOINING_OFFLINE",
-    "RELEASES",
-    "REPLICA",
-    "UPDATES",
-    "Software",
-    "check_interface",
-    "missing_names",
-    "refuse_calls",
-    "release_of",
-    "releases_tested",
-    "warn_if_untested",
-    "was_tested",
-]
-
 _log = logging.getLogger(__name__)
 
 UPDATES = "updates by weightsync"

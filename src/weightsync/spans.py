@@ -15,22 +15,6 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-__all__ = [
-    "MOST_SPANS",
-    "PHASES",
-    "Clock",
-    "Seconds",
-    "Span",
-    "SpanRecorder",
-    "Tracer",
-    "joining",
-    "now",
-    "recording",
-    "span",
-    "tracer",
-    "tracing",
-]
-
 MOST_SPANS = 4096
 """Spans of one call at most. A recorder leaves out further ones."""
 PHASES = (

@@ -166,10 +166,6 @@ def _name(node: ast.expr) -> str:
     return "?"
 
 
-def _is_program(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
-
-
 def _waits_for_nobody(tree: ast.Module) -> Iterator[int]:
     """Lines where an event is waited for that nobody else can set: a sleep by another name."""
     for node in ast.walk(tree):
@@ -370,27 +366,38 @@ def test_the_search_for_imports_by_name_finds_them(code: str, found: bool) -> No
 
 
 @pytest.mark.parametrize("path", FILES, ids=_where)
-def test_module_says_what_it_is_and_what_it_offers(path: Path) -> None:
-    tree = parsed(path)
-    assert ast.get_docstring(tree), f"{_where(path)} has no docstring"
-    nothing_to_offer = len(tree.body) == 1 or _is_program(tree)
-    targets = [_name(t) for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
-    targets += [_name(node.target) for node in tree.body if isinstance(node, ast.AnnAssign)]
-    assert nothing_to_offer or path.name == "__main__.py" or "__all__" in targets, f"{_where(path)} has no __all__"
+def test_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(parsed(path)), f"{_where(path)} has no docstring"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
+    module_name = ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")
     try:
-        module = importlib.import_module(
-            ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")
-        )
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name in OPTIONAL:
             pytest.skip(f"needs {error.name}, which is not installed here")
         raise
     missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
     assert not missing
+
+
+def _private_names_imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of each import of a name with an underscore from a module of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {package.name for package in PACKAGES}:
+            yield from ((node.lineno, alias.name) for alias in node.names if re.match("_[^_]", alias.name))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_where)
+def test_a_name_with_an_underscore_is_used_by_its_module_alone(path: Path) -> None:
+    assert not list(_private_names_imported(parsed(path)))
+
+
+def test_the_search_for_imports_of_private_names_finds_them() -> None:
+    tree = ast.parse("from weightsync.errors import _kinds, readable\nfrom weightsync import __version__\nfrom os import _exit")
+    assert list(_private_names_imported(tree)) == [(1, "_kinds")]
 
 
 def test_files_are_short_enough_to_read_in_a_sitting() -> None:

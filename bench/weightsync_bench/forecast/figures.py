@@ -13,20 +13,6 @@ from msgspec import Meta
 from weightsync_bench.forecast.mesh import Mesh, ShapeTable, Traffic, traffic_between
 from weightsync_bench.shapes import read_configuration, tensor_counts
 
-__all__ = [
-    "GIGABIT",
-    "Calibration",
-    "Figures",
-    "MeasuredRound",
-    "Prediction",
-    "PublishedRefit",
-    "TransportLinks",
-    "calibration_of",
-    "figures",
-    "gathering_rate",
-    "predictions",
-]
-
 _Positive = Annotated[float, Meta(gt=0)]
 Scheme = Literal["sharded", "gathered", "broadcast", "direct", "operations"]
 """``sharded`` readers pull what they need from ranks that hold it. ``gathered`` systems make whole tensors first and send parts.

@@ -18,8 +18,6 @@ from weightsync_bench.forecast.figures import GIGABIT, TransportLinks, calibrati
 from weightsync_bench.forecast.mesh import Mesh, ShapeTable, Traffic, traffic_between
 from weightsync_bench.shapes import check_heads, tensor_counts
 
-__all__ = ["Change", "Forecast", "Link", "Refit", "RefitForecast", "Scenario", "forecast_refit"]
-
 Placement = Literal["separate", "shared", "colocated"]
 
 _LEAST_DIRECT_RUN, _MOST_DIRECT_RUN = 16 << 10, 16 << 20  # between which nixl chooses where direct reads begin

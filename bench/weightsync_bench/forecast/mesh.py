@@ -14,8 +14,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec
 from weightsync_bench.sharding import expert_numbers, parallel_dims
 
-__all__ = ["Mesh", "ShapeTable", "Traffic", "traffic_between"]
-
 Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

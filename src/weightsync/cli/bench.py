@@ -10,8 +10,6 @@ import typer
 
 from weightsync.cli.help import Command
 
-__all__ = ["add_bench_commands"]
-
 
 def add_bench_commands(app: typer.Typer) -> None:
     """Add the package's commands to ``app``, or two that say how to install it."""

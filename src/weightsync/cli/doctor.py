@@ -26,8 +26,6 @@ from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, ask_coordinator, find_release
 from weightsync.transports.hostinfo import own_address, reachable_address
 
-__all__ = ["examine"]
-
 _GIB = 1 << 30
 _FEW_FILES = 4096
 _LITTLE_SHARED_MEMORY = 1 * _GIB

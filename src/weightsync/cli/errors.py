@@ -9,8 +9,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from weightsync.cli.help import HelpTexts
 
-__all__ = ["EXIT_CONFIGURATION", "EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_UNREACHABLE", "CommandGroup", "Program", "exit_code"]
-
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_UNREACHABLE = 3

@@ -12,8 +12,6 @@ from rich.padding import Padding
 from rich.text import Text
 from typer.core import TyperCommand
 
-__all__ = ["Command", "HelpTexts"]
-
 
 class _Example(CodeBlock):
     """Command lines, indented by two spaces."""

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["JsonFormatter", "Level", "LogJson", "LogLevel", "configure_logs"]
-
 
 class Level(StrEnum):
     """Lowest severity that is logged."""

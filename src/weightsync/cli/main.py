@@ -30,8 +30,6 @@ from weightsync.cli.options import (
 )
 from weightsync.cli.push import push
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,

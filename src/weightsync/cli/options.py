@@ -11,22 +11,6 @@ import typer
 if TYPE_CHECKING:
     from weightsync.config import ClientSettings, Secret
 
-__all__ = [
-    "CaFile",
-    "Coordinator",
-    "Json",
-    "JsonLast",
-    "OperatorTokenFile",
-    "Pausing",
-    "ServedOperatorTokenFile",
-    "ServedTokenFile",
-    "TokenFile",
-    "client_settings",
-    "operator_in",
-    "parse_size",
-    "token_in",
-]
-
 
 class Pausing(StrEnum):
     """What a pause does to running requests."""

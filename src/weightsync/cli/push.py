@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from weightsync.external.clients.base import UpdateClient
 
-__all__ = ["push"]
-
 
 class EngineKind(StrEnum):
     """Routes that the servers implement."""

@@ -17,8 +17,6 @@ from weightsync.server.client import Client
 from weightsync.server.history import MOST_ROUNDS
 from weightsync.spans import Span
 
-__all__ = ["chrome_trace", "list_rounds", "write_trace"]
-
 
 def list_rounds(settings: ClientSettings, count: int, run: str | None, *, as_json: bool) -> None:
     """Print the last ``count`` rounds, of all runs of the user or of ``run`` alone."""

@@ -16,8 +16,6 @@ from weightsync.coordinator.events import ReplicaEnded, RoundEnded, RoundStarted
 from weightsync.protocol.tokens import Secrets, is_loopback, login_url, token_path
 from weightsync.server.server import serve
 
-__all__ = ["on_terminal", "serve_forever"]
-
 _log = logging.getLogger("weightsync")
 
 

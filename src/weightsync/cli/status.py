@@ -13,8 +13,6 @@ from weightsync.config import ClientSettings, Secret
 from weightsync.coordinator.events import ReplicaBytes
 from weightsync.server.client import Client
 
-__all__ = ["seed", "send_away", "show_status"]
-
 
 def show_status(settings: ClientSettings, *, as_json: bool, watch: bool) -> None:
     """Print the status once. With ``watch``, then print every event until the coordinator or the user ends it."""

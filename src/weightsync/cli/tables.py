@@ -25,20 +25,6 @@ from weightsync.protocol.round_log import size
 from weightsync.server.findings import Finding
 from weightsync.server.history import RoundRecord
 
-__all__ = [
-    "age",
-    "doctor_table",
-    "event_line",
-    "gigabytes_per_second",
-    "notes",
-    "plain_text",
-    "round_view",
-    "rounds_view",
-    "show",
-    "status_view",
-    "titled_table",
-]
-
 T = TypeVar("T")
 
 _COLOR = {

@@ -9,8 +9,6 @@ from weightsync.config import ClientSettings, SecretKind, token_source
 from weightsync.errors import AuthenticationError
 from weightsync.protocol.tokens import find_token, is_loopback, login_url, secret_of, token_path
 
-__all__ = ["FoundToken", "find", "show_token"]
-
 
 class FoundToken(msgspec.Struct, frozen=True):
     """Token that this process would present to a coordinator."""

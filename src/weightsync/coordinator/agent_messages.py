@@ -23,8 +23,6 @@ from weightsync.protocol.messages import (
     WaitForReplicas,
 )
 
-__all__ = ["TRAINER", "answer_agent", "rank_of"]
-
 TRAINER = "trainer"
 """Name under which trainer ranks connect. No replica may use it."""
 

@@ -19,8 +19,6 @@ from weightsync.errors import PlanMismatch, WeightSyncError, readable
 from weightsync.protocol.messages import Body, OpenStream, Prepare, Prepared
 from weightsync.spans import span
 
-__all__ = ["PreparingAhead", "open_stream", "prepare", "wait_for_background", "window_bytes_of"]
-
 _log = logging.getLogger(__name__)
 _LEAST_WINDOW = 4096  # whatever buckets an engine asks for
 _REASON = "the trainer publishes a stream"

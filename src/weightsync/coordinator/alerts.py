@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus
 
-__all__ = ["alerts_of"]
-
 _RESTART = "Restart it. It catches up by itself."
 _PUBLISH = "The next publication updates it. To update it now: weightsync round"
 _FIXES = {

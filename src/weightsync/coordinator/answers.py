@@ -21,8 +21,6 @@ from weightsync.protocol.messages import (
     WindowPlaced,
 )
 
-__all__ = ["check_answer", "check_digests", "unpacked"]
-
 
 def check_answer(rank: TrainerRank | EngineRank, message: Body, answer: Body) -> None:
     """Check that ``answer``, which is of the right kind, is of the size that ``message`` asks for. Plans are known to rounds only.

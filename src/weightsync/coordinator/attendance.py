@@ -16,8 +16,6 @@ from weightsync.errors import DeadlineExceeded, ManifestMismatch, MembershipErro
 from weightsync.protocol.messages import WaitForReplicas
 from weightsync.protocol.notices import reminding
 
-__all__ = ["Attendance"]
-
 _SHOWN = 4
 _MOST_WAITS = 8  # of one rank at one time
 

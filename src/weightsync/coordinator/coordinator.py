@@ -58,8 +58,6 @@ from weightsync.protocol.messages import Publish, ReplicaResult, RoundResult, Wa
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.spans import recording, tracing
 
-__all__ = ["Coordinator"]
-
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas

@@ -18,8 +18,6 @@ from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError
 from weightsync.model import Version
 from weightsync.protocol.messages import Done, Resume, Revert, Stage, Staged
 
-__all__ = ["StagedDelta", "reverted", "stage"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import VersionError
 from weightsync.model import FIRST_EPOCH
 
-__all__ = ["REMEDY", "Epochs"]
-
 REMEDY = (
     "publish() without a number takes the next one; a trainer that resumes from an earlier checkpoint can reuse numbers with "
     "Trainer(..., new_epoch=True) on every rank"

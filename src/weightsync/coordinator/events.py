@@ -12,19 +12,6 @@ import msgspec
 from weightsync.model import FIRST_EPOCH
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 
-__all__ = [
-    "Event",
-    "Feed",
-    "Joined",
-    "Left",
-    "ReplicaBytes",
-    "ReplicaEnded",
-    "ReplicaPhase",
-    "RoundEnded",
-    "RoundStarted",
-    "Watcher",
-]
-
 
 class _Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all events: immutable, tagged with the class name."""

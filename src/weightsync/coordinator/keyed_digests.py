@@ -24,8 +24,6 @@ from weightsync.errors import StaleSource, WeightSyncError
 from weightsync.model import Version
 from weightsync.protocol.messages import DigestUnderKey, Placed
 
-__all__ = ["KEPT", "KeyedDigester", "KeyedDigests"]
-
 _log = logging.getLogger(__name__)
 
 KEPT = 4

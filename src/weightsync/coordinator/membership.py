@@ -14,8 +14,6 @@ from weightsync.coordinator.status import RankStatus
 from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
 from weightsync.model import Manifest
 
-__all__ = ["Membership"]
-
 _SHOWN_MISSING = 16
 _REMEMBERED_LOST = 64  # replicas without any connection that status still shows
 _REMEMBERED_REVOKED = 4096

@@ -17,8 +17,6 @@ from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import PlanSlice, SourceAddress
 
-__all__ = ["MemoryClaim", "TransferPlan", "address_of", "choose_delivery", "key_of", "negotiate", "source_coverage"]
-
 _Bytes = Callable[[int], None]
 
 _PIECE_BYTES, _PIECE_BYTES_FOR_A_DIM = 20, 24

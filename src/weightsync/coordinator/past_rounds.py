@@ -7,8 +7,6 @@ from collections import deque
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["PastRounds"]
-
 _MOST_RESULTS = 1 << 14
 _MOST_RANKS = 1 << 14
 

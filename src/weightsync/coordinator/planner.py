@@ -17,8 +17,6 @@ from weightsync.model import Manifest
 from weightsync.planning.coverage import Coverage
 from weightsync.planning.limits import Stop
 
-__all__ = ["PlanMemory", "Planner"]
-
 T = TypeVar("T")
 
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")

@@ -16,8 +16,6 @@ from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.window import KnownWindows, Measured, measured
 from weightsync.protocol.messages import ChangedWords, Placed
 
-__all__ = ["Delta", "Placement", "Publications"]
-
 _REMEMBERED = 4096
 _MOST_CLAIMED_NUMBER = 1 << 62
 _MOST_CLAIMED_EPOCH = 1 << 30

@@ -26,8 +26,6 @@ from weightsync.model import PauseMode
 from weightsync.protocol.messages import Publish, RoundResult
 from weightsync.protocol.notices import reminding
 
-__all__ = ["RETURN_SECONDS", "AgreedPublication", "PublishBarrier"]
-
 RETURN_SECONDS = 10.0
 """Seconds that a rank keeps its place in the barrier while its connection is broken."""
 

@@ -15,8 +15,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.protocol.messages import Body
 
-__all__ = ["RankHandle", "RoundDeadline", "bounded", "in_thread", "on_all"]
-
 T = TypeVar("T")
 A = TypeVar("A", bound=Body)
 R = TypeVar("R", TrainerRank, EngineRank)

@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Body, Hello
 
-__all__ = ["EngineRank", "PublishingRank", "RankNode", "TrainerRank", "known_as"]
-
 R_co = TypeVar("R_co", covariant=True)
 
 

@@ -13,8 +13,6 @@ from weightsync.coordinator.status import RankStatus
 from weightsync.errors import MembershipError, PeerLost, WeightSyncError
 from weightsync.model import Manifest, Version
 
-__all__ = ["TRANSITIONS", "Replica", "State"]
-
 _SHOWN = 16
 _REFUSAL_SECONDS = 3600.0
 

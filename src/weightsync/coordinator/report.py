@@ -19,9 +19,6 @@ from weightsync.model import SERVICE, Version
 from weightsync.protocol.messages import Moved, ReplicaResult, RoundResult
 from weightsync.spans import span
 
-__all__ = ["Report", "left_out", "round_result", "shortfall"]
-
-
 _ERROR_BYTES, _ERRORS_BYTES, _LEAST = 4200, 1 << 20, 200
 _PHASES = ("agree", "stage", "wait", "pause", "move", "verify", "commit")
 

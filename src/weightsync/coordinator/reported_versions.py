@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from weightsync.coordinator.replicas import Replica
 from weightsync.model import Version
 
-__all__ = ["reported_version", "validate"]
-
 
 def reported_version(replica: Replica, run: str) -> Version | None:
     """Version of ``run`` that all ranks of ``replica`` report; ``None`` if they differ, or if a round has touched a rank since."""

@@ -57,8 +57,6 @@ from weightsync.protocol.messages import (
 )
 from weightsync.spans import span
 
-__all__ = ["conduct", "finish", "out_of_service", "pause", "quarantine", "run_round"]
-
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
 

@@ -20,8 +20,6 @@ from weightsync.coordinator.sources import Source, Sources, ranks_of
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import ReplicaResult
 
-__all__ = ["Engines", "Placing", "RoundContext", "Trainers"]
-
 Trainers = Mapping[str, RankHandle[TrainerRank]]
 Engines = Mapping[str, RankHandle[EngineRank]]
 Placing = asyncio.Task[tuple[Placement, float]]

@@ -22,8 +22,6 @@ from weightsync.coordinator.round_context import RoundContext
 from weightsync.model import RoundTrace, SlowestSpan, Track
 from weightsync.spans import PHASES, Span, SpanRecorder
 
-__all__ = ["RoundTracer"]
-
 _MOST_RANKS = 1 << 14  # a round of more is not traced beyond them
 _MOST_CALLS = 1 << 12  # of one rank
 _MOST_OWN = 1 << 16

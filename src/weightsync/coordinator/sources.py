@@ -18,8 +18,6 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.errors import StaleSource
 
-__all__ = ["Source", "Sources", "ranks_of", "serving_weights"]
-
 _TRAINER = "trainer"
 _ELSEWHERE = 2
 

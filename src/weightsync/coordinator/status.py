@@ -9,8 +9,6 @@ import msgspec
 from weightsync.model import FIRST_EPOCH, SlowestSpan, Version
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["Alert", "Gauges", "RankStatus", "ReplicaGauges", "ReplicaStatus", "Status"]
-
 
 class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A problem, and how to solve it."""

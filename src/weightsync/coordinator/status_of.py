@@ -7,8 +7,6 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.status import ReplicaGauges, ReplicaStatus
 from weightsync.model import SERVICE
 
-__all__ = ["replica_gauges", "replica_status"]
-
 
 def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
     """Metrics of a replica."""

@@ -44,8 +44,6 @@ from weightsync.protocol.messages import (
     WindowPlaced,
 )
 
-__all__ = ["run_stream_round"]
-
 _MOST_PARTS = 1 << 19  # of a stream: the coordinator keeps each until the end, in half a kilobyte
 _DIFFERENT = "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them, in one order"
 

@@ -9,8 +9,6 @@ import torch
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.tensors.shards import Shard
 
-__all__ = ["EngineAdapter"]
-
 
 class EngineAdapter:
     """One engine rank, as weightsync sees it. Derive from it; the defaults suit an engine that has nothing to do there.

@@ -16,8 +16,6 @@ from weightsync.model import Manifest, PauseMode, Version
 from weightsync.spans import span
 from weightsync.tensors.shards import Shard
 
-__all__ = ["AdapterCalls"]
-
 _log = logging.getLogger(__name__)
 
 

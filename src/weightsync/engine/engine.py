@@ -27,8 +27,6 @@ from weightsync.publishing.published_shards import network_of, publishing_transp
 from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["Engine"]
-
 _LONGEST = 1000  # characters of a reason
 
 

@@ -60,8 +60,6 @@ from weightsync.tensors.shards import Shard, Views
 from weightsync.transports.base import Network, Transport
 from weightsync.transports.registry import transports_for
 
-__all__ = ["EngineRole"]
-
 
 @dataclass(frozen=True, eq=False)
 class _ParameterMemory:

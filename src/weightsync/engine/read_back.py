@@ -16,8 +16,6 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard, Views
 
-__all__ = ["ReadBack"]
-
 
 class ReadBack:
     """Where the parameters are, and how to digest them: made once, and again when they are other memory or another view of it.

@@ -21,8 +21,6 @@ from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.registry import choose
 
-__all__ = ["Readers", "Stopwatch", "connect", "reaches", "writing"]
-
 _log = logging.getLogger(__name__)
 
 

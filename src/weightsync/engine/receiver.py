@@ -19,8 +19,6 @@ from weightsync.forks import Origin
 from weightsync.model import Manifest, Version
 from weightsync.transports.base import Transport
 
-__all__ = ["Receiver"]
-
 Batch = list[tuple[str, torch.Tensor]]
 
 _ANSWER_SECONDS = 2.0

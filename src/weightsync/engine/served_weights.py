@@ -17,8 +17,6 @@ from weightsync.publishing.published_shards import PublishedShards
 from weightsync.tensors.shards import Shard, ShardedState, ordered
 from weightsync.transports.base import Network, Transport
 
-__all__ = ["ServedWeights"]
-
 
 class _Parameters(ShardedState):
     """The parameters of an engine rank, as its adapter declares them."""

@@ -24,8 +24,6 @@ from weightsync.model.manifest import join_manifests
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.shards import Shard
 
-__all__ = ["EngineSession", "State", "Ticket"]
-
 State = Literal["serving", "pausing", "paused", "writing", "written", "committed", "quarantined"]
 """An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
 

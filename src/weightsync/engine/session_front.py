@@ -13,8 +13,6 @@ from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import Body, Commit, Done, Quarantine, Resume
 from weightsync.protocol.worker import IncomingCall
 
-__all__ = ["SessionFront"]
-
 
 class SessionFront:
     """Answers calls for one engine rank, as steps of its session. A subclass adds the messages that it understands.

@@ -11,8 +11,6 @@ from weightsync.engine.engine import Engine
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import Delivery
 
-__all__ = ["AttachOptions"]
-
 
 @dataclass(kw_only=True)
 class AttachOptions:

@@ -15,8 +15,6 @@ from weightsync.model import Manifest, TensorSpec
 from weightsync.model.manifest import join_manifests
 from weightsync.tensors.shards import manifest_of
 
-__all__ = ["HfCheckpoint", "checkpoint_of"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ import torch
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.errors import LoadError
 
-__all__ = ["HostStaging"]
-
 _SHOWN = 5
 
 

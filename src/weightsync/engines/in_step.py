@@ -15,8 +15,6 @@ from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
 
-__all__ = ["InStep"]
-
 _FOREVER = timedelta(days=7)  # of the group alone: every wait has its own deadline
 
 

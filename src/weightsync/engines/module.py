@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["ModuleAdapter"]
-
 _VOTE = object()
 
 

@@ -9,8 +9,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, RoundFailed
 from weightsync.model import PauseMode
 
-__all__ = ["OwnerCall"]
-
 _ANSWER_SECONDS = 1.0  # a wait for a call ends this much before the update does, so that the update can say why
 _GRACE = 10.0  # seconds after the deadline of an update in which its end must be known here
 

@@ -13,8 +13,6 @@ from weightsync.engines.traced_shards import DirectShards
 from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard
 
-__all__ = ["COMMIT_SECONDS", "UNLABELLED", "StagedAdapter"]
-
 UNLABELLED = "weightsync:none"
 """Label that an engine reports while no version is installed: from a pause to the next resume, and after an error."""
 

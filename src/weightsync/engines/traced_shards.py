@@ -15,8 +15,6 @@ from weightsync.tensors.shards import Shard
 from weightsync.tracing.tracer import Traced, trace_loader
 from weightsync.tracing.verify import Reload, try_against
 
-__all__ = ["DirectShards", "find_direct", "parameters_kept"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import UNREADABLE
 
-__all__ = ["INDEX", "SINGLE", "CheckpointFiles", "buckets_of"]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

@@ -20,18 +20,6 @@ from weightsync.external.requests import InitGroupRequest, Tensors, UpdateReques
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
 
-__all__ = [
-    "Committed",
-    "Packing",
-    "check_address",
-    "check_bucket",
-    "check_digests",
-    "check_group",
-    "check_networks",
-    "check_tensors",
-    "parse_version",
-]
-
 Packing = Literal["elements", "bytes"]
 """How a flattened bucket is laid out: LMDeploy's, of one dtype, or SGLang's, of bytes. See :func:`check_bucket`."""
 

@@ -23,8 +23,6 @@ from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import torch_dtype
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["Pushed", "push"]
-
 _log = logging.getLogger(__name__)
 _ABORT_SECONDS = 10.0
 _BUFFERS = 2

@@ -32,8 +32,6 @@ from weightsync.protocol.update_messages import Describe, Described, Digested, J
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 
-__all__ = ["DisaggregatedRank"]
-
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 512
 

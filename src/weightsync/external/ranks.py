@@ -11,8 +11,6 @@ from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError, 
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.protocol.messages import Answer, Body, Call, Failure, decode, encode
 
-__all__ = ["LocalRanks", "Ranks", "ask_all"]
-
 _GRACE = 2.0
 """Seconds beyond an order's own timeout in which a rank says that it was late, before the front says it instead."""
 _AT_ONCE = 256

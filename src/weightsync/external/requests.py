@@ -9,21 +9,6 @@ import msgspec
 from weightsync.model import PauseMode
 from weightsync.protocol.update_messages import JoinGroup, Receive
 
-__all__ = [
-    "AbortRequest",
-    "BeginRequest",
-    "CheckRequest",
-    "CommitRequest",
-    "DestroyRequest",
-    "EndRequest",
-    "GroupName",
-    "InitGroupRequest",
-    "Reply",
-    "Tensors",
-    "UpdateRequest",
-    "UpdateState",
-]
-
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]

@@ -20,8 +20,6 @@ from weightsync.external.weight_updates import WeightUpdates
 from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import matches
 
-__all__ = ["weight_update_routes"]
-
 _MAX_BODY = 64 << 20
 T = TypeVar("T")
 

@@ -28,8 +28,6 @@ from weightsync.model import Manifest, PauseMode, Version, fold, label_of
 from weightsync.protocol.messages import Body, Commit, Done, Pause, Quarantine, Resume
 from weightsync.protocol.update_messages import Describe, Described, Digested, LeaveGroup, Verify
 
-__all__ = ["Settings", "WeightUpdates"]
-
 Known = npt.NDArray[np.bool_]
 _Claims = requests.UpdateRequest | requests.CommitRequest
 """Says what the sender's digests are."""

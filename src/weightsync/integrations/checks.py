@@ -13,8 +13,6 @@ from weightsync.errors import WeightSyncError
 from weightsync.releases import check_interface
 from weightsync.server.findings import Finding, ask_coordinator, find_release
 
-__all__ = ["CHECKS", "findings"]
-
 _SGLANG = "sglang.srt.plugins"
 _STARTS_COORDINATOR = ("nemo_rl", "verl")
 """The others join a coordinator that runs already."""

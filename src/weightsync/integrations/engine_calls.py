@@ -11,8 +11,6 @@ from weightsync.model import Version
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["Answers", "EngineCalls"]
-
 Answers = Sequence[Mapping[str, Any] | None] | None
 """What the workers returned, one answer each; ``None`` from a framework that does not pass answers on."""
 

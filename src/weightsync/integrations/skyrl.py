@@ -16,8 +16,6 @@ from weightsync.engines.vllm.trainer import WeightsyncTrainerEngine, WeightsyncT
 from weightsync.errors import ConfigurationError
 from weightsync.releases import warn_if_untested
 
-__all__ = ["NAME", "SkyRLTrainerEngine", "enable"]
-
 NAME = "skyrl_nccl"
 """What SkyRL's ``weight_sync_backend: nccl`` means in its trainer, where trainer and inference do not share GPUs."""
 

@@ -14,8 +14,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.tensors.shards import DTypes, ShardedState, torch_dtype
 from weightsync.transports.registry import FROM_HOST_MEMORY, known
 
-__all__ = ["Options", "cast", "server_settings"]
-
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Names of dtypes in the frameworks' own configurations."""
 

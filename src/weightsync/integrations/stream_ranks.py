@@ -39,18 +39,6 @@ from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
 
-__all__ = [
-    "GRACE",
-    "Meeting",
-    "StreamSender",
-    "about_this_rank",
-    "arrange",
-    "join",
-    "join_async",
-    "leave_in_background",
-    "offer_coordinator",
-]
-
 _MOST_WINDOW_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Three such windows stay allocated on each trainer rank. A host has a trainer rank for each GPU, and much else in its memory."""
 _SHOWN = 5

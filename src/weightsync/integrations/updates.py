@@ -12,8 +12,6 @@ import torch
 from weightsync.errors import DeadlineExceeded, RoundFailed
 from weightsync.protocol.messages import RoundResult
 
-__all__ = ["GRACE", "check_reached", "in_thread", "overdue_walk"]
-
 GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
 _SHOWN = 5

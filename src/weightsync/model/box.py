@@ -6,8 +6,6 @@ from math import prod
 
 import msgspec
 
-__all__ = ["Box"]
-
 
 class Box(msgspec.Struct, frozen=True):
     """Region ``starts <= index < stops`` of a tensor, one entry for each dimension, in elements. The box of a scalar is ``()``.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from weightsync.errors import ConfigurationError
 
-__all__ = ["ITEMSIZE", "itemsize"]
-
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     "uint8": 1,

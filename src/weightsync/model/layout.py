@@ -14,8 +14,6 @@ from weightsync.errors import LayoutError
 from weightsync.model.box import Box
 from weightsync.model.manifest import MAX_BYTES, Manifest
 
-__all__ = ["Layout", "LayoutColumns", "packed_strides"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 
-__all__ = ["MAX_BYTES", "MAX_NAME", "Manifest", "TensorSpec", "join_manifests"]
-
 MAX_BYTES = 1 << 60
 """Most bytes of a model, a tensor or a region. Real ones are far smaller; the bound prevents overflow by forged ones."""
 _MAX_RANK = 16

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PauseMode"]
-
 PauseMode = Literal["abort", "wait", "keep"]
 """``abort`` ends running requests with partial output, ``wait`` lets them finish, ``keep`` suspends and later continues them."""

@@ -8,8 +8,6 @@ from weightsync.model.trace import SlowestSpan, milliseconds
 from weightsync.model.version import Version
 from weightsync.spans import Clock, Seconds
 
-__all__ = ["GUARANTEES", "ReplicaResult", "RoundResult"]
-
 _SHOWN, _LINE = 8, 320  # items, and characters of each, in a summary
 _MEGABYTE = 10**6
 

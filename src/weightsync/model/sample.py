@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from math import prod
 
-__all__ = ["is_sampled", "sample_box"]
-
 _FIRST = 16
 _PERIOD = 16
 _BYTES = 64 << 10

@@ -8,8 +8,6 @@ import msgspec
 
 from weightsync.spans import Seconds, Span
 
-__all__ = ["RoundTrace", "SlowestSpan", "Track", "milliseconds"]
-
 _WHOLE_MILLISECONDS = 0.01  # from here on without decimals
 
 

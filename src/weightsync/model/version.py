@@ -10,8 +10,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FIRST_EPOCH", "Version", "fold", "label_of", "parse_label"]
-
 FIRST_EPOCH = 1
 """First epoch of a run. In a later epoch a trainer may reuse numbers of earlier epochs."""
 

@@ -16,8 +16,6 @@ from weightsync.model.dtypes import itemsize
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import MAX_NAME, Manifest, TensorSpec
 
-__all__ = ["ALIGNMENT", "KnownWindows", "Measured", "StreamedTensors", "WindowPart", "measured", "window_layout"]
-
 Known = TypeVar("Known")
 
 ALIGNMENT = 256

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from weightsync.planning.geometry import ranges
 from weightsync.planning.limits import Stop
 
-__all__ = ["BoxIndex", "first_hole"]
-
 Int64 = npt.NDArray[np.int64]
 
 _STEP = 1 << 20  # pairs in one step: bounds the memory of a query that intersects many boxes

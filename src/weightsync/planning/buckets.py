@@ -8,8 +8,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 
-__all__ = ["staging_layout"]
-
 _LEAST_ALIGNMENT = 8  # bytes of the largest element
 
 

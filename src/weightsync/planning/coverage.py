@@ -14,8 +14,6 @@ from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.planning.geometry import Geometries, Rows, ShardingIndex, geometries
 from weightsync.planning.limits import Stop
 
-__all__ = ["Coverage", "collisions", "coverage_of", "listed", "printed"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

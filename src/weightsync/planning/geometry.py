@@ -15,8 +15,6 @@ import numpy.typing as npt
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 
-__all__ = ["Geometries", "Rows", "ShardingIndex", "geometries", "ranges", "spread"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

@@ -25,8 +25,6 @@ import numpy.typing as npt
 from weightsync.errors import Aborted, LayoutError
 from weightsync.planning.geometry import Geometries, ShardingIndex
 
-__all__ = ["MOST_PIECES", "Allowance", "Stop"]
-
 Int64 = npt.NDArray[np.int64]
 
 MOST_PIECES = 1 << 25

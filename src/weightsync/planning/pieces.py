@@ -14,8 +14,6 @@ from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PieceColumns
 
-__all__ = ["Pieces"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

@@ -25,8 +25,6 @@ from weightsync.planning.pieces import Pieces
 from weightsync.planning.source_balance import Choices, choices
 from weightsync.protocol.messages import Host
 
-__all__ = ["Plan", "SourceRank", "TargetRank", "plan_transfer"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

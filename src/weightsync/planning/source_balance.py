@@ -19,8 +19,6 @@ from weightsync.planning.box_index import BoxIndex
 from weightsync.planning.geometry import Rows
 from weightsync.protocol.messages import Host
 
-__all__ = ["Choices", "choices"]
-
 Int64 = npt.NDArray[np.int64]
 
 

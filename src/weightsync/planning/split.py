@@ -10,8 +10,6 @@ from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 from weightsync.planning.geometry import spread
 
-__all__ = ["split_rows"]
-
 Int64 = npt.NDArray[np.int64]
 
 _MOST_ROWS = 1 << 28  # more blocks than any memory holds: the shape is forged or ``max_bytes`` a mistake

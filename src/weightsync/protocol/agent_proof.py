@@ -19,8 +19,6 @@ from weightsync.errors import ConfigurationError, CoordinatorUnreachable, Protoc
 from weightsync.protocol.endpoint import AGENTS_PATH, TRANSIENT_STATUS, no_challenge, unreachable
 from weightsync.protocol.proof import Claimant
 
-__all__ = ["proving_connection"]
-
 _MAX_BODY = 16 << 10
 
 

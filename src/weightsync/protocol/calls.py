@@ -14,8 +14,6 @@ from weightsync import spans
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.protocol.messages import Answer, Body, Call, Cancel, Failure, Frame, Notice, Progress, Timing
 
-__all__ = ["AnswerWatcher", "Calls"]
-
 AnswerWatcher = Callable[[Body, Answer | Failure, float, tuple[spans.Span, ...]], None]
 """Called for each request that was handled, with its answer, the seconds that it took, and the spans."""
 

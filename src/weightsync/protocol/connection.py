@@ -46,8 +46,6 @@ from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress
 from weightsync.protocol.notices import NOTICE_SECONDS, reminding, tell
 from weightsync.protocol.worker import IncomingCall, Worker
 
-__all__ = ["ConnectionLost", "CoordinatorConnection"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.05

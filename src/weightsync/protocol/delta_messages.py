@@ -9,8 +9,6 @@ import msgspec
 from weightsync.model.version import Version
 from weightsync.protocol.update_messages import Message
 
-__all__ = ["ChangedWords", "DeltaMessage", "Revert", "Stage", "Staged"]
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 _Many = msgspec.Meta(max_length=1 << 20)

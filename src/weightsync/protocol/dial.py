@@ -34,8 +34,6 @@ from weightsync.protocol.endpoint import (
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
 from weightsync.protocol.tokens import token_for
 
-__all__ = ["dial"]
-
 _CLOSE_SECONDS = 1.0
 _wire_log = logging.getLogger("weightsync.websocket")
 _wire_log.setLevel(logging.INFO)  # at DEBUG the library would log the bearer token and the keys in frames

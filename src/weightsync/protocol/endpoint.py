@@ -11,17 +11,6 @@ from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import PROTOCOL
 
-__all__ = [
-    "AGENTS_PATH",
-    "FRAME_LIMIT_HEADER",
-    "SUBPROTOCOL",
-    "TRANSIENT_STATUS",
-    "no_challenge",
-    "reason",
-    "tls_context",
-    "unreachable",
-]
-
 AGENTS_PATH = "/v1/agents"
 FRAME_LIMIT_HEADER = "X-Weightsync-Frame-Bytes"
 """In the answer to an agent's upgrade: the largest frame that the coordinator takes, for agents to respect."""

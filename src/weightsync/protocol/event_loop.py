@@ -12,8 +12,6 @@ from concurrent.futures import Future
 
 from weightsync import forks
 
-__all__ = ["SharedLoop", "shared_loop"]
-
 _START_SECONDS = 10.0
 
 _Running = tuple[asyncio.AbstractEventLoop, asyncio.Event]

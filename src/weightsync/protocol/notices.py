@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["NOTICE_SECONDS", "reminding", "tell"]
-
 NOTICE_SECONDS = 2.0
 """Seconds after which a waiting call sends its first reminder."""
 

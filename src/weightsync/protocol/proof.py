@@ -23,8 +23,6 @@ from weightsync.config import Address, Secret, SecretKind
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.protocol.messages import UNREADABLE
 
-__all__ = ["ANSWER_HEADER", "CHALLENGE_PATH", "SCHEME", "Challenge", "Challenger", "Claimant"]
-
 CHALLENGE_PATH = "/v1/challenge"
 SCHEME = "Weightsync"
 """Of the ``Authorization`` header that carries a proof."""

@@ -25,8 +25,6 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.worker import IncomingCall
 
-__all__ = ["LoggedCalls", "MissedReplicas", "describe", "log_result", "size"]
-
 _log = logging.getLogger("weightsync.rounds")
 
 _MIB = 1 << 20

@@ -22,23 +22,6 @@ from urllib.parse import quote
 from weightsync.config import Address, ClientSettings, Secret, SecretKind, ServerSettings, runtime_directory, secret_in_environment
 from weightsync.errors import AuthenticationError, ConfigurationError
 
-__all__ = [
-    "Secrets",
-    "TokenFile",
-    "bearer",
-    "check_bind",
-    "find_token",
-    "generate",
-    "is_loopback",
-    "login_url",
-    "matches",
-    "operator_secret",
-    "plausible_bits",
-    "secret_of",
-    "token_for",
-    "token_path",
-]
-
 _log = logging.getLogger(__name__)
 _MAX_FILE = 4096
 _ENOUGH_BITS = 128

@@ -8,8 +8,6 @@ import msgspec
 
 from weightsync.model.manifest import TensorSpec
 
-__all__ = ["Describe", "Described", "Digested", "JoinGroup", "LeaveGroup", "Message", "Receive", "UpdateMessage", "Verify"]
-
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -14,8 +14,6 @@ from functools import partial
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Body
 
-__all__ = ["Handler", "IncomingCall", "Worker", "received_for"]
-
 Handler = Callable[[Body, float], Body]
 
 

@@ -16,8 +16,6 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.transports.cuda.region import PLACING_SECONDS, OwnCudaRegion
 
-__all__ = ["DeviceCopy", "room_for_copy"]
-
 _LEFT_BYTES = 1 << 30  # of a device's memory: for the trainer
 
 

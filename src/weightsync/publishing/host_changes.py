@@ -10,8 +10,6 @@ from weightsync.protocol.messages import ChangedWords
 from weightsync.tensors.changes import blocks_of, find
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["HostChanges"]
-
 _LINE = 64
 _SHARE = 4  # lists take at most this part of the shards' bytes, unless a number says otherwise
 

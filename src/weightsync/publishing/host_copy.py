@@ -16,8 +16,6 @@ from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
 
-__all__ = ["HostPublisher", "chunks"]
-
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 

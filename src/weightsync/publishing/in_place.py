@@ -18,8 +18,6 @@ from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
 from weightsync.transports.host.region import EMPTY
 
-__all__ = ["InPlacePublisher", "LiveShards", "obstacle_to_in_place"]
-
 State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
 

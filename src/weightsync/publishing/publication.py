@@ -12,8 +12,6 @@ from weightsync.transports.base import Key, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 
-__all__ = ["Publication"]
-
 
 class Publication:
     """Publishes a region by those of ``transports`` that read its memory. Base of shards and of streams, which make the region."""

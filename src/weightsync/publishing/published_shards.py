@@ -35,8 +35,6 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import own_address, reachable_address
 from weightsync.transports.registry import transports_for
 
-__all__ = ["PublishedShards", "network_of", "publishing_transports"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.ray.places import RankPlace
 
-__all__ = ["ActorCalls", "as_own_error", "call", "handles"]
-
 
 def handles(workers: object) -> tuple[Any, ...]:
     """Return the actors of a worker group in rank order.

@@ -15,8 +15,6 @@ from weightsync.protocol.tokens import TokenFile, find_token, generate
 from weightsync.ray.places import Access
 from weightsync.server.server import BackgroundServer
 
-__all__ = ["CoordinatorActor", "cluster_settings", "start_coordinator"]
-
 _KEPT: tuple[SecretKind, ...] = ("token", "operator")
 """Secrets that an actor keeps for its restart."""
 

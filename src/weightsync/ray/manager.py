@@ -30,8 +30,6 @@ from weightsync.ray.token_files import TokenFiles
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 
-__all__ = ["Manager"]
-
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 10.0
 _ALIVE_SECONDS = 2.0

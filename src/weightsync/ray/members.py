@@ -17,9 +17,6 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.ray.places import Access, RankPlace
 from weightsync.trainer.trainer import Trainer
 
-__all__ = ["is_joined", "join_engine", "join_trainer", "leave", "publish"]
-
-
 _lock = threading.Lock()
 _joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}
 

@@ -22,8 +22,6 @@ from weightsync.ray.actor_calls import as_own_error, call
 from weightsync.ray.places import Access, RankPlace
 from weightsync.server.watch import Watch
 
-__all__ = ["ActorGroup", "Rejoining"]
-
 _log = logging.getLogger(__name__)
 _RETRIES = 900
 """How often Ray repeats one call to rejoin: about once a second while an actor is being restarted."""

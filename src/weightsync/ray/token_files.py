@@ -22,8 +22,6 @@ from weightsync.errors import WeightSyncError
 from weightsync.protocol.tokens import TokenFile
 from weightsync.ray.actor_calls import ActorCalls
 
-__all__ = ["TokenFiles"]
-
 _CLOSE_SECONDS = 5.0
 
 

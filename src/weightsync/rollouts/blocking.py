@@ -14,8 +14,6 @@ from weightsync.closing import Closeable
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.rollouts.controller import Counts, Rollout, RolloutController, Task
 
-__all__ = ["Rollouts"]
-
 _START_SECONDS = 60.0
 _CALL_SECONDS = 30.0
 _GRACE = 5.0

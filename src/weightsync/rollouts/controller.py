@@ -24,8 +24,6 @@ from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
 from weightsync.rollouts.staleness import Admission
 from weightsync.server.watch import Watch
 
-__all__ = ["Counts", "Generate", "Rollout", "RolloutController", "RolloutSettings", "Task"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

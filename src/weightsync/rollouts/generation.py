@@ -30,8 +30,6 @@ from weightsync.protocol.tokens import bearer
 from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 from weightsync.server.http_client import event_data
 
-__all__ = ["Completions", "Generation", "VllmTokens"]
-
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 120.0  # between two messages of a stream; the task's deadline bounds the whole
 _REFUSAL_BYTES = 64 << 10

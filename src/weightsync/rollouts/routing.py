@@ -11,8 +11,6 @@ from weightsync.coordinator.status import Status
 from weightsync.errors import ConfigurationError
 from weightsync.model import FIRST_EPOCH
 
-__all__ = ["Lease", "Replicas", "Urls"]
-
 Urls = Mapping[str, str] | Callable[[str], str | None]
 """URL at which the replica of that name generates; ``None`` if this controller does not use it."""
 

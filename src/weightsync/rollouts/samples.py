@@ -11,8 +11,6 @@ import msgspec
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.model import FIRST_EPOCH
 
-__all__ = ["Chunk", "FinishReason", "Sample", "Sampling"]
-
 FinishReason = Literal["stop", "length", "abort"]
 
 

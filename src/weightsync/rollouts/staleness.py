@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from weightsync.errors import ConfigurationError, VersionError
 
-__all__ = ["Admission", "capacity"]
-
 
 def capacity(*, max_concurrent: int, eta: int, version: int, batch: int, accepted: int, running: int) -> int:
     """Return the number of rollouts that may start now. It is negative if more are running than a lowered bound allows.

@@ -19,8 +19,6 @@ from weightsync.config import ServerSettings
 from weightsync.server.connections import Connections
 from weightsync.server.http_connection import HttpConnection
 
-__all__ = ["AcceptLimiter"]
-
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.2
 

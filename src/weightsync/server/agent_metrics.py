@@ -33,8 +33,6 @@ from weightsync.server.connections import Connections
 from weightsync.server.metrics import CONTENT_TYPE, Declared, Registry, release
 from weightsync.spans import Span
 
-__all__ = ["AGENT_METRICS", "AgentMetrics", "agent_metrics"]
-
 _log = logging.getLogger(__name__)
 
 AGENT_METRICS = (

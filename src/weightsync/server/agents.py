@@ -24,8 +24,6 @@ from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.protocol.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
 from weightsync.server.problems import problem
 
-__all__ = ["AgentSockets"]
-
 _log = logging.getLogger(__name__)
 
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason

@@ -41,8 +41,6 @@ from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
 from weightsync.server.snapshots import Snapshot
 
-__all__ = ["OPERATIONS", "Service", "TokenAdmission", "operators_only"]
-
 _HOLDER = "weightsync.holder"
 """Entry of an ASGI scope: the kind of secret that the peer has proved."""
 _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)

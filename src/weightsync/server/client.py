@@ -20,8 +20,6 @@ from weightsync.server.history import RoundRecord
 from weightsync.server.http_client import EventReader, blocking_http, check, decoded, event_timeout
 from weightsync.server.openapi import Revocation, RoundRequest
 
-__all__ = ["Client"]
-
 _GRACE = 10.0  # seconds that an answer may come later than the round's own deadline
 _ROUND_SECONDS = 86400.0
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)

@@ -13,8 +13,6 @@ from collections import Counter
 
 from weightsync.config import Limits
 
-__all__ = ["Connections"]
-
 _HANDSHAKE = 5.0  # permits for a connection over TLS: its handshake takes the event loop a millisecond or two
 _HANDSHAKES = 16  # at once; those of agents give their permits back
 

@@ -13,8 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-__all__ = ["EventStreams"]
-
 T = TypeVar("T")
 
 

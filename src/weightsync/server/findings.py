@@ -11,8 +11,6 @@ from weightsync.errors import AuthenticationError, CoordinatorUnreachable, Deadl
 from weightsync.releases import RELEASES, release_of, releases_tested, was_tested
 from weightsync.server.client import Client
 
-__all__ = ["Finding", "Status", "ask_coordinator", "find_release"]
-
 _SECONDS = 3.0
 
 Status = Literal["ok", "limited", "missing", "unknown"]

@@ -20,8 +20,6 @@ from weightsync.errors import readable
 from weightsync.model import SlowestSpan
 from weightsync.protocol.messages import UNREADABLE
 
-__all__ = ["MOST_ROUNDS", "RoundHistory", "RoundRecord", "record_of", "running_record"]
-
 _log = logging.getLogger(__name__)
 
 MOST_ROUNDS = 10_000

@@ -20,19 +20,6 @@ from weightsync.protocol.proof import ANSWER_HEADER, Claimant
 from weightsync.protocol.tokens import secret_of, token_for
 from weightsync.server.problems import Problem
 
-__all__ = [
-    "Backoff",
-    "EventReader",
-    "blocking_http",
-    "check",
-    "check_status",
-    "coordinator_http",
-    "decoded",
-    "event_data",
-    "event_timeout",
-    "problem_in",
-]
-
 T = TypeVar("T")
 
 _TRUSTED_SECONDS = 2.0

@@ -18,8 +18,6 @@ from starlette.types import ASGIApp, Message, Scope
 from weightsync.config import ServerSettings
 from weightsync.server.websocket_connection import WebSocketConnection
 
-__all__ = ["TRANSPORT", "HttpConnection"]
-
 _log = logging.getLogger(__name__)
 
 TRANSPORT = "weightsync.transport"

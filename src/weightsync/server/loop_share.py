@@ -9,8 +9,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["LoopShare"]
-
 
 class LoopShare:
     """Delays requests while those before them have used up their share of the event loop's time. They are served in order.

@@ -18,8 +18,6 @@ from weightsync.coordinator.status import Gauges
 from weightsync.model import SERVICE, ReplicaResult
 from weightsync.protocol.messages import PROTOCOL
 
-__all__ = ["CONTENT_TYPE", "COORDINATOR_METRICS", "CoordinatorMetrics", "Declared", "Registry", "release"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("registered", "loaded", "updating", "dirty", "lost", "left", "refused")
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

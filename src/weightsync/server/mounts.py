@@ -19,8 +19,6 @@ from weightsync.config import ServerSettings
 from weightsync.errors import ConfigurationError
 from weightsync.server.openapi import Operation
 
-__all__ = ["Mount", "load_mounts"]
-
 _GROUP = "weightsync.mounts"
 _PACKAGES = {"rollouts": "./callbacks"}
 """Packages of this repository, by the mount that they add."""

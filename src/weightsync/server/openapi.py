@@ -11,8 +11,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import decoding
 from weightsync.server.problems import Problem
 
-__all__ = ["Operation", "Revocation", "RoundRequest", "decode_revocation", "decode_round", "document"]
-
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
 

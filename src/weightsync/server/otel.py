@@ -12,8 +12,6 @@ from weightsync.model import RoundTrace, Track
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["OtelExport"]
-
 _CLOSE_SECONDS = 5.0
 
 

@@ -9,8 +9,6 @@ from importlib import resources
 
 from weightsync.protocol.tokens import is_loopback
 
-__all__ = ["HEADERS", "HTML", "is_own_name"]
-
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 """A name or address without user, zone or anything else that a browser does not send."""
 _FOLDER = resources.files(__package__)

@@ -10,8 +10,6 @@ from starlette.responses import Response
 from weightsync import errors
 from weightsync.errors import WeightSyncError, to_wire
 
-__all__ = ["STATUS", "Problem", "problem", "problem_of", "status_of"]
-
 STATUS: dict[type[WeightSyncError], HTTPStatus] = {
     errors.ConfigurationError: HTTPStatus.BAD_REQUEST,
     errors.ProtocolError: HTTPStatus.BAD_REQUEST,

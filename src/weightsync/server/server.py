@@ -25,8 +25,6 @@ from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
 from weightsync.server.mounts import load_mounts
 
-__all__ = ["BackgroundServer", "run_server", "serve"]
-
 _log = logging.getLogger(__name__)
 
 _START_SECONDS = 15.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Snapshot"]
-
 _LONG = 0.01
 _KEPT = 10.0
 

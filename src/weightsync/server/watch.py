@@ -18,8 +18,6 @@ from weightsync.protocol.endpoint import reason, unreachable
 from weightsync.protocol.messages import decoding
 from weightsync.server.http_client import Backoff, check_status, coordinator_http, decoded, event_data, event_timeout
 
-__all__ = ["Watch"]
-
 _log = logging.getLogger(__name__)
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 

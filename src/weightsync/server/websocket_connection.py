@@ -20,8 +20,6 @@ from websockets.server import ServerProtocol
 
 from weightsync.config import ServerSettings
 
-__all__ = ["WebSocketConnection"]
-
 _log = logging.getLogger(__name__)
 
 # At DEBUG the WebSocket library logs headers and frames: the bearer token, and data keys.

@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ByteCoverage", "LocalView"]
-
 Int64 = npt.NDArray[np.int64]
 
 

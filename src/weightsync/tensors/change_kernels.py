@@ -9,8 +9,6 @@ import numpy as np
 
 from weightsync.tensors import intrinsics as raw
 
-__all__ = ["CHANGE_BLOCK", "apply_changes", "check_changes", "find_changes", "mark_blocks"]
-
 CHANGE_BLOCK = 8192
 """Bytes of a region whose changes are listed together, see :mod:`weightsync.tensors.changes`."""
 

@@ -30,8 +30,6 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK, apply_changes, check
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.digest import columns_address
 
-__all__ = ["Changes", "blocks_of", "find"]
-
 Stop = npt.NDArray[np.int8]
 UInt64 = npt.NDArray[np.uint64]
 

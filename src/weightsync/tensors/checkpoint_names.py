@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.model import Box
 
-__all__ = ["CheckpointPart", "checkpoint_parts"]
-
 _log = logging.getLogger(__name__)
 
 _Key = tuple[object, tuple[tuple[str, tuple[int, ...]], ...]]

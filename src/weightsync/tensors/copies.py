@@ -12,8 +12,6 @@ from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import copy_table
 
-__all__ = ["check_keys", "check_tiles", "copy_and_digest", "copy_tiles", "gather_tiles", "scatter_and_digest", "scatter_tiles"]
-
 Stop = npt.NDArray[np.int8]
 UInt64 = npt.NDArray[np.uint64]
 

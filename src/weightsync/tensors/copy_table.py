@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from weightsync.planning.pieces import Pieces
 
-__all__ = ["TILE_BYTES", "CopyTable", "tiles_between", "tiles_of"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

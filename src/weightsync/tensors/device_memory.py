@@ -16,8 +16,6 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard
 
-__all__ = ["DeviceDigest", "Form", "device_of", "forms_of", "layout_by_shard", "wait_for_devices"]
-
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 

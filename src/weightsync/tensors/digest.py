@@ -28,19 +28,6 @@ from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest, itemsize
 from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
 
-__all__ = [
-    "COLUMNS",
-    "PUBLIC",
-    "DigestConstants",
-    "columns_address",
-    "digest_box",
-    "digest_rows",
-    "layout_table",
-    "positions",
-    "reference_digest",
-    "row_table",
-]
-
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 

@@ -22,31 +22,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = [
-    "LINE",
-    "compiled",
-    "copy_and_dot",
-    "copy_bytes",
-    "dot",
-    "factor",
-    "inlined",
-    "int64",
-    "load8",
-    "load16",
-    "load32",
-    "load64",
-    "prefetch",
-    "put",
-    "receive",
-    "send",
-    "stopped",
-    "store8",
-    "store16",
-    "store32",
-    "store64",
-]
-
-
 LINE = 64
 """Bytes of a cache line, and of a step of :func:`dot` and :func:`copy_and_dot`."""
 

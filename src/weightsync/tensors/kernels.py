@@ -17,8 +17,6 @@ import numpy as np
 
 from weightsync.tensors import intrinsics as raw
 
-__all__ = ["BLOCK", "LEAD", "SLICE", "TILE", "copy_table", "digest_table", "receive_table", "run_of_table", "send_table"]
-
 BLOCK = 4096
 """Words that share one row factor in the digest."""
 

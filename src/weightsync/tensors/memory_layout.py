@@ -13,8 +13,6 @@ from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 from weightsync.tensors.shards import Shard, dtype_name, ordered
 
-__all__ = ["layout_in_place", "packed_layout"]
-
 Int64 = npt.NDArray[np.int64]
 
 

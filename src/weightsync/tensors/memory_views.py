@@ -7,9 +7,6 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["bytes_at", "memory_at"]
-
-
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes, _view.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
 _WRITABLE = 0x200  # PyBUF_WRITE

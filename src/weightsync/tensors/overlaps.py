@@ -12,8 +12,6 @@ import numpy as np
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 
-__all__ = ["check_writable", "overlapping"]
-
 _MOST_PAIRS = 1 << 14
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)  # of /proc/self/maps, without permission to write
 

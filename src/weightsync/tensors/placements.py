@@ -10,8 +10,6 @@ from torch.distributed.tensor.placement_types import Placement
 from weightsync.errors import LayoutError
 from weightsync.model import Box
 
-__all__ = ["box_of", "local_box"]
-
 
 def local_box(name: str, tensor: DTensor) -> Box | None:
     """Return the box of ``tensor`` that this rank holds; ``None`` if the rank is not in its mesh.

@@ -16,8 +16,6 @@ from weightsync.tensors.shards import Shard
 if TYPE_CHECKING:
     from weightsync.tensors.cuda.copies import TileCopy
 
-__all__ = ["ShardLoader"]
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_TABLES = 4096
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")

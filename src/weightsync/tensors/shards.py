@@ -22,22 +22,6 @@ from weightsync.tensors.checkpoint_names import CheckpointPart, checkpoint_parts
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "DTypes",
-    "FollowedShards",
-    "Shard",
-    "ShardedState",
-    "Views",
-    "checkpoint_name",
-    "dtype_name",
-    "manifest_of",
-    "ordered",
-    "published_dtype",
-    "shard",
-    "shards_of",
-    "torch_dtype",
-]
-
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """Published dtype: one for all floating-point tensors of 16 bits and more, or one for each name; ``None`` keeps their own."""
 

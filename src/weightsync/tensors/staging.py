@@ -14,8 +14,6 @@ from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.shards import torch_dtype
 
-__all__ = ["Buffer", "Staging", "check_size", "staging_buffer"]
-
 _BUFFERS = 2
 
 Buffer = npt.NDArray[np.uint8] | torch.Tensor

@@ -36,8 +36,6 @@ from weightsync.tensors.shards import Shard
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["AdapterContract"]
-
 _SECONDS = 20.0
 
 

@@ -14,8 +14,6 @@ from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.kernels import BLOCK
 
-__all__ = ["Allocate", "Buffer", "CudaBuffer", "Wanted", "big", "keyed", "odd_shapes", "tiles_from"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _GAP = 0xA5

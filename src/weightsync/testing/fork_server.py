@@ -20,8 +20,6 @@ import msgspec
 
 from weightsync.config import worker_environment
 
-__all__ = ["ForkServer", "named"]
-
 _SECONDS = 60.0
 
 

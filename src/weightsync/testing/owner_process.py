@@ -30,8 +30,6 @@ from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["FORK_SERVER", "OwnerHere", "OwnerProcess", "Process", "allocate_in", "answer", "contents", "make_transport"]
-
 _ANSWER_SECONDS = 60.0
 
 

@@ -58,8 +58,6 @@ from weightsync.testing.owner_process import (
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["TransportContract", "nothing_left"]
-
 KEY = b"the key of this contract's runs."
 DIGEST = "0123456789abcdef0123456789abcdef"
 SMALL = 1 << 16

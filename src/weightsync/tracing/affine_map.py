@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-__all__ = ["AffineMap", "BoxMap", "Irregular", "boxes", "compose", "contiguous"]
-
 _MOST_PARTS = 1 << 14
 
 Dim = tuple[int, int, int]

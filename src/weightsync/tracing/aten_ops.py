@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-__all__ = ["COPYING", "Pairs"]
-
 _MOST_ROWS = 4096
 
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]] | None

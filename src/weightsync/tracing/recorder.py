@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weightsync.tracing.affine_map import AffineMap, Irregular, compose, contiguous
 from weightsync.tracing.aten_ops import COPYING
 
-__all__ = ["Piece", "Recorder", "ValueReads", "map_of"]
-
 aten = torch.ops.aten
 
 _RESHAPING = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "detach_", "as_strided_", "set_", "rename_"}

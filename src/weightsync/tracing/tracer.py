@@ -17,8 +17,6 @@ from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
 from weightsync.tracing.recorder import Recorder, ValueReads, map_of
 
-__all__ = ["Load", "Parameters", "ShardsByTracing", "Traced", "TracedCopy", "trace_loader"]
-
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's weight loader. It takes checkpoint tensors by name and may consume the iterable in any number of steps."""
 

@@ -13,8 +13,6 @@ from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.tracer import Traced
 
-__all__ = ["Reload", "batches", "try_against"]
-
 _BATCH = 1 << 30
 _MOST_OTHERS = 1 << 30
 _SEED = 20_261_121

@@ -9,8 +9,6 @@ from typing import ParamSpec
 
 from weightsync.errors import Aborted
 
-__all__ = ["Background"]
-
 P = ParamSpec("P")
 
 _LONGEST_SECONDS = 7 * 86400.0  # of a call to the coordinator

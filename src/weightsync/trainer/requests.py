@@ -9,8 +9,6 @@ from weightsync.errors import ConfigurationError, VersionError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Publish
 
-__all__ = ["PublishRequests", "known_mode"]
-
 
 class PublishRequests:
     """Makes the requests of one trainer rank, and counts them: without numbers, ranks' calls with equal counts belong together.

@@ -31,8 +31,6 @@ from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 
-__all__ = ["Stream", "StreamRole", "StreamedPublication"]
-
 _HOST_WINDOW, _DEVICE_WINDOW = 256 << 20, 1 << 30
 _MOST_WINDOWS = 64
 _NOTHING = Manifest(())

@@ -22,8 +22,6 @@ from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.shards import DTypes, dtype_name, published_dtype
 
-__all__ = ["PlannedPart", "StreamPlan", "WindowContents"]
-
 
 class PlannedPart(NamedTuple):
     """A tensor, or a part of one larger than a window, and where it goes.

@@ -13,8 +13,6 @@ from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import torch_dtype
 
-__all__ = ["StreamSample"]
-
 
 class _Copy(NamedTuple):
     piece: torch.Tensor

@@ -61,8 +61,6 @@ from weightsync.trainer.trainer_role import Placing, TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
 
-__all__ = ["Trainer"]
-
 _MAX_ADDRESS = 8192
 _ANSWER_SECONDS = 10.0  # beyond a publication's deadline, whose own error arrives first
 _TELLING_SECONDS = 5.0  # for the word that this rank cannot publish

@@ -19,8 +19,6 @@ from weightsync.tensors.digest import DigestConstants
 from weightsync.tensors.shards import DTypes, ShardedState
 from weightsync.transports.base import LOOPBACK, Network, Transport
 
-__all__ = ["Placing", "TrainerRole"]
-
 _PLACING_SECONDS = 60.0
 
 

@@ -28,8 +28,6 @@ from weightsync.protocol.messages import Host, Offer, Traits
 if TYPE_CHECKING:
     from weightsync.tensors.copy_table import CopyTable  # which imports numba
 
-__all__ = ["LOOPBACK", "BlockingReader", "Completion", "Key", "Network", "Publisher", "Reader", "Transport"]
-
 
 @dataclass(frozen=True)
 class Network:

@@ -15,8 +15,6 @@ from pathlib import Path
 from weightsync.errors import TransportUnavailable
 from weightsync.protocol.messages import Host
 
-__all__ = ["own_address", "reachable_address", "this_host", "this_process"]
-
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 _LINK_SCOPE = "20"  # of an IPv6 address in /proc/net/if_inet6
 

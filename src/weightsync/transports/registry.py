@@ -19,9 +19,6 @@ from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import Transport
 
-__all__ = ["BUILT_IN", "FROM_HOST_MEMORY", "choose", "known", "transport", "transports_for"]
-
-
 BUILT_IN: dict[str, str] = {
     "inproc": "weightsync.transports.host.inproc:InProcess",
     "cuda_ipc": "weightsync.transports.cuda.ipc:CudaIpc",

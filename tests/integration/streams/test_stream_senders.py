@@ -17,7 +17,8 @@ from weightsync.config import ServerSettings
 from weightsync.errors import DeadlineExceeded, RoundFailed, WeightSyncError
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import GRACE, Meeting, StreamSender, join
+from weightsync.integrations.stream_ranks import Meeting, StreamSender, join
+from weightsync.integrations.updates import GRACE
 from weightsync.model import RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import manifest_of

@@ -13,8 +13,6 @@ from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 
-__all__ = ["filler_for"]
-
 
 def filler_for(
     context: FillContext, plan: PlanSlice, own: Layout | None, addresses: tuple[int, ...], device: torch.device | None

@@ -15,8 +15,6 @@ from weightsync.spans import span
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 
-__all__ = ["DeviceDirect"]
-
 
 class DeviceDirect(PlanFiller):
     """Writes the engine's parameters, on ``device`` at ``addresses``, all at once.

@@ -18,8 +18,6 @@ from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 
-__all__ = ["DeviceStreamed"]
-
 
 class DeviceStreamed(StreamedFiller):
     """Fills staging buckets on ``device``.

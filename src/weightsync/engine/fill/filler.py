@@ -26,8 +26,6 @@ from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.transports.base import Transport
 
-__all__ = ["FillContext", "Filled", "Filler", "PlanFiller"]
-
 
 @dataclass(frozen=True)
 class FillContext:

@@ -17,8 +17,6 @@ from weightsync.spans import span
 from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.tensors.overlaps import overlapping
 
-__all__ = ["HostDirect", "row_groups"]
-
 _log = logging.getLogger(__name__)
 _GROUP_BYTES = 32 << 20  # an abort is noticed, and progress is reported, after each group
 

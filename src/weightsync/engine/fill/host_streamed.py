@@ -13,8 +13,6 @@ from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 
-__all__ = ["HostStreamed"]
-
 
 class HostStreamed(StreamedFiller):
     """Fills staging buckets in host memory; readers digest what they read."""

@@ -15,8 +15,6 @@ from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.staging import Staging
 from weightsync.transports.base import Completion, Reader
 
-__all__ = ["LaunchAhead"]
-
 _GRACE = 5.0  # seconds for launches that run when something failed
 
 

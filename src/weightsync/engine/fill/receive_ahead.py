@@ -11,8 +11,6 @@ from typing import Any
 
 from weightsync.deadline import Deadline
 
-__all__ = ["ReceiveAhead", "ReceiverThread"]
-
 _GRACE = 5.0  # seconds for the receiver thread to end after an abort, which a read notices every few hundred KiB
 _IDLE: Future[Any] = Future()
 _IDLE.set_result(None)

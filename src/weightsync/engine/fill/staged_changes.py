@@ -21,8 +21,6 @@ from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.shards import Shard
 from weightsync.transports.base import Reader, Transport
 
-__all__ = ["ChangesReader", "StagedChanges"]
-
 UInt64 = npt.NDArray[np.uint64]
 
 _KEPT = 2  # bytes of staging memory for each byte of lists: the lists, and the words that they replace

@@ -21,8 +21,6 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.staging import Staging, check_size
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["StreamedFiller", "bucket_bytes_for"]
-
 _LEAST, _MOST, _SHARE = 64 << 20, 1 << 30, 32
 
 

@@ -27,8 +27,6 @@ from weightsync.tensors.staging import Buffer, staging_buffer
 from weightsync.transports.base import Reader, Transport
 from weightsync.transports.host.memory import available_bytes
 
-__all__ = ["WindowFiller"]
-
 _LEAST_WINDOW = 4096  # a stream's windows may always have so many bytes
 _ATTEMPTS = 3  # of a window that is broadcast: with all readers, with those that are left, alone
 

@@ -13,8 +13,6 @@ from weightsync.engines.traced_shards import DirectShards
 from weightsync.errors import LoadError
 from weightsync.model import PauseMode, Version
 
-__all__ = ["SglangAdapter"]
-
 
 class SglangAdapter(StagedAdapter):
     """Adapter of one rank, whose scheduler and model are in this process. Staged tensors are loaded on SGLang's thread.

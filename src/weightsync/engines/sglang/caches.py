@@ -6,8 +6,6 @@ from typing import Protocol
 
 from weightsync.engines.sglang.loop import Scheduler
 
-__all__ = ["EmbeddingCache", "drop_caches"]
-
 
 class EmbeddingCache(Protocol):
     """SGLang's cache of what the model's vision or audio part computed, which ``flush_cache`` leaves as it is."""

@@ -25,8 +25,6 @@ from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery
 
-__all__ = ["JoinedScheduler"]
-
 _log = logging.getLogger(__name__)
 
 

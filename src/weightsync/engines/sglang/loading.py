@@ -12,8 +12,6 @@ from weightsync.errors import LoadError
 from weightsync.model import Manifest
 from weightsync.tracing.tracer import trace_loader
 
-__all__ = ["gaps_of_loader", "install", "padding_of_vocabulary", "rows_of_padding"]
-
 _SHOWN = 5
 
 

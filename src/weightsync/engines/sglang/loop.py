@@ -15,8 +15,6 @@ from weightsync.engines.sglang.requests import ControlRequests, WakeUp
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import PauseMode
 
-__all__ = ["Scheduler", "SchedulerLoop"]
-
 _NAP = 0.005  # seconds for which rank 0's loop yields the interpreter while it is paused; SGLang's would spin
 
 _log = logging.getLogger(__name__)

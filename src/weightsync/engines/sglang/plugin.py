@@ -11,8 +11,6 @@ from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.errors import ConfigurationError
 from weightsync.releases import check_interface
 
-__all__ = ["register"]
-
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

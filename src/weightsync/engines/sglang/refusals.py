@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["why_refused"]
-
 _UNSET = (None, "", False, 0, "off", "null", "none", "trivial")
 
 _OUTLIVES = "keys and values outside of SGLang's own cache would outlive the weights that computed them"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["ControlRequests", "WakeUp", "requests_of_sglang"]
-
 
 @dataclass(frozen=True)
 class WakeUp:

@@ -14,8 +14,6 @@ from weightsync.engines.vllm.controls import Controls
 from weightsync.errors import LoadError
 from weightsync.model import PauseMode, Version
 
-__all__ = ["VllmWorkerAdapter"]
-
 
 class VllmWorkerAdapter(StagedAdapter):
     """Adapter with direct delivery if possible. Otherwise vLLM loads what was staged.

@@ -18,8 +18,6 @@ from weightsync.errors import DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
-__all__ = ["AttachKeywords", "Attached", "attach", "attach_async", "attach_server"]
-
 _INIT = "init_weight_transfer_engine"
 _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
 _JOIN_SECONDS = 120.0  # seconds until every worker has joined

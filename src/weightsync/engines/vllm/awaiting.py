@@ -10,8 +10,6 @@ from weightsync.config import ClientSettings
 from weightsync.errors import AuthenticationError, ConfigurationError, WeightSyncError
 from weightsync.server.http_client import Backoff, check_status, coordinator_http
 
-__all__ = ["coordinator_answers"]
-
 _log = logging.getLogger(__name__)
 
 

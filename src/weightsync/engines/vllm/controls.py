@@ -9,8 +9,6 @@ from weightsync.external.clients import vllm
 from weightsync.external.clients.http import EngineHttp
 from weightsync.model import PauseMode
 
-__all__ = ["INSTALL", "Controls", "HttpControls"]
-
 INSTALL = "weightsync_install"
 """Name of the worker method that loads the staged tensors."""
 

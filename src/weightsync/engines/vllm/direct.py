@@ -12,8 +12,6 @@ from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.loading import install_some
 from weightsync.engines.vllm.protocols import ModelConfig
 
-__all__ = ["VllmConfig", "direct_shards", "why_streamed"]
-
 
 class VllmConfig(Protocol):
     """The part of ``vllm.config.VllmConfig`` that matters for direct delivery."""

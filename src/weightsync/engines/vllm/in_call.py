@@ -27,8 +27,6 @@ from weightsync.model import Version
 from weightsync.protocol.messages import Delivery
 from weightsync.releases import IN_CALL, check_interface, warn_if_untested
 
-__all__ = ["CalledWorker", "called"]
-
 _log = logging.getLogger(__name__)
 
 _OWN = "_weightsync_called"

@@ -12,8 +12,6 @@ import torch
 from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError
 
-__all__ = ["install", "install_some", "load_in_sessions"]
-
 _SHOWN = 5
 
 

@@ -25,8 +25,6 @@ from weightsync.transports.net.messages import ANSWER_BYTES, ControlMessage, Fai
 
 # None of these may import numba: vLLM's CPU build does not start in a process that loaded it.
 
-__all__ = ["ControlsServer", "LocalControls", "controls_at", "is_local"]
-
 _PREFIX = "weightsync-vllm-"
 _PEER = "the process that owns vLLM's engine"
 _HELLO_SECONDS = 5.0

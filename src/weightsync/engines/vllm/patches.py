@@ -28,8 +28,6 @@ from weightsync.engines.vllm.controls import INSTALL
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
-__all__ = ["add_install_method", "follow_engines"]
-
 _OWN = "_weightsync"
 _WAIT_SECONDS = 300.0  # seconds for which a request waits for the end of an update
 

@@ -10,8 +10,6 @@ from weightsync.config import variable
 from weightsync.engines.vllm import BACKEND
 from weightsync.releases import release_of
 
-__all__ = ["add_worker_methods", "log_as_vllm_does", "register"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from weightsync.model import PauseMode
 
-__all__ = ["AsyncEngine", "ModelConfig", "OfflineLLM", "UpdatedWorker"]
-
 
 class OfflineLLM(Protocol):
     """``vllm.LLM``."""

@@ -33,8 +33,6 @@ from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors
 from weightsync.protocol.messages import Pause
 from weightsync.protocol.update_messages import Digested, Verify
 
-__all__ = ["PushedUpdates", "is_group"]
-
 _BUCKET_SECONDS = 300.0
 _JOIN_SECONDS = 60.0
 _MAX_BUCKET = 16 << 30

@@ -11,8 +11,6 @@ import torch
 
 from weightsync.errors import ConfigurationError, LoadError
 
-__all__ = ["global_rank", "refuse_balancing", "together"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_ERROR = 1024  # bytes of an error message between workers

@@ -26,8 +26,6 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.releases import release_of, warn_if_untested
 from weightsync.trainer.trainer import Trainer
 
-__all__ = ["WeightsyncTrainerEngine", "WeightsyncTrainerInitInfo"]
-
 
 @dataclass
 class WeightsyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]

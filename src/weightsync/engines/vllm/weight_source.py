@@ -15,8 +15,6 @@ from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.placements import box_of
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
 
-__all__ = ["ParameterMeta", "StagedSource"]
-
 _SHOWN = 5
 
 

@@ -27,8 +27,6 @@ from weightsync.engines.vllm.together import global_rank, refuse_balancing, toge
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.releases import REPLICA, check_interface, release_of, warn_if_untested
 
-__all__ = ["GroupInfo", "InitInfo", "UpdateInfo", "WeightsyncEngine"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # Process groups are imported when one is made: they bring torch and numba, and who only sends requests needs neither.
 
-__all__ = ["Bucket", "UpdateClient"]
-
 _CLEANUP_SECONDS = 10.0
 
 

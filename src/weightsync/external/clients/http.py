@@ -35,8 +35,6 @@ from weightsync.protocol.tokens import bearer
 if TYPE_CHECKING:
     from weightsync.transports.broadcast.process_groups import Backend
 
-__all__ = ["EngineHttp", "GroupSpec", "HttpCall", "bucket_body", "destroy_group", "group_body", "init_group", "tensors_body"]
-
 _CONNECT_SECONDS = 10.0
 _CHUNK = 1 << 16
 _MAX_REPLY = 1 << 20

@@ -15,8 +15,6 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["LMDeployClient", "abort_requests", "update"]
-
 
 def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
     """Receive a flattened bucket of one dtype, and finalize if it was the last. Raises ``ConfigurationError`` for mixed dtypes."""

@@ -11,18 +11,6 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = [
-    "SGLangClient",
-    "begin",
-    "continue_generation",
-    "end",
-    "model_info",
-    "pause_generation",
-    "sglang_mode",
-    "update",
-    "update_from_disk",
-]
-
 SGLangMode = Literal["abort", "retract", "in_place"]
 
 _MODES: dict[PauseMode, SGLangMode] = {"abort": "abort", "keep": "retract"}

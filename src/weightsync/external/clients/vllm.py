@@ -19,22 +19,6 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = [
-    "MISSING_ROUTE",
-    "VLLMClient",
-    "collective_rpc",
-    "finish_weight_update",
-    "init_engine",
-    "pause",
-    "reset_prefix_cache",
-    "resume",
-    "shutdown_engine",
-    "start_weight_update",
-    "update_weight_version",
-    "update_weights",
-    "weight_info",
-]
-
 MISSING_ROUTE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
 

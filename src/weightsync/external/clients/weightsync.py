@@ -9,8 +9,6 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, init_group, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
-__all__ = ["WeightUpdateClient", "abort", "begin", "check", "commit", "end", "state", "update"]
-
 
 def check(label: str | None, manifest: Manifest) -> HttpCall:
     """Say whether an update of these tensors would be taken; nothing is paused for it."""

@@ -18,8 +18,6 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.releases import warn_if_untested
 from weightsync.trainer.trainer import Trainer
 
-__all__ = ["PublishesShards", "PublishingFSDPActor"]
-
 _log = logging.getLogger(__name__)
 
 

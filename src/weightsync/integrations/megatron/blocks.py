@@ -12,23 +12,6 @@ from typing import Any, TypeAlias
 
 from weightsync.integrations.megatron.packing import Packing, Part
 
-__all__ = [
-    "HFConfig",
-    "Rules",
-    "attention",
-    "experts",
-    "gated_mlp",
-    "head_dim",
-    "latent_attention",
-    "norm",
-    "norms",
-    "plain_mlp",
-    "prediction",
-    "router",
-    "vocabulary",
-    "whole",
-]
-
 HFConfig: TypeAlias = Any
 """A configuration object of Transformers, or any object with the same attributes."""
 Rules = Mapping[str, Packing]

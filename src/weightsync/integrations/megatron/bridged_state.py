@@ -19,8 +19,6 @@ from weightsync.integrations.megatron.live_state import LiveState, refuse_adapte
 from weightsync.model import Box, Manifest
 from weightsync.tensors.shards import Shard, dtype_name, manifest_of
 
-__all__ = ["BridgedState", "checkpoint_manifest"]
-
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)$")
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)|(?<=weight)[0-9]+$|(?<=bias)[0-9]+$")
 """Of a layer or an expert. Other digits belong to the name: fc1 and fc2 are two kinds of parameter."""

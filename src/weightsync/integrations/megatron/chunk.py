@@ -13,8 +13,6 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
 
-__all__ = ["ModelChunk", "ParallelPlace", "expert_number"]
-
 _PREDICTED = ("transformer_layer", "mtp_model_layer")
 """The layer inside a prediction layer, by megatron-core's release: 0.16 and later ones."""
 _LAYER = re.compile(rf"(decoder|mtp)\.layers\.([0-9]+)\.(?:(?:{'|'.join(_PREDICTED)})\.)?(.+)")

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.integrations.megatron.chunk import ParallelPlace
 
-__all__ = ["Alone", "Converter", "converter_of", "is_expert", "with_config"]
-
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))$")
 
 

@@ -10,8 +10,6 @@ import torch
 
 from weightsync.errors import LayoutError
 
-__all__ = ["TracedBox", "trace"]
-
 _MOST_BOXES = 65_536
 """Per parameter. A converter that interleaves single columns needs more, and its copies would be two bytes long."""
 _CHUNK = 1 << 24

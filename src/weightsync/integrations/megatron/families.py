@@ -18,8 +18,6 @@ from weightsync.integrations.megatron.blocks import (
     vocabulary,
 )
 
-__all__ = ["FAMILIES", "NO_VIEWS", "Family"]
-
 
 @dataclass(frozen=True)
 class Family:

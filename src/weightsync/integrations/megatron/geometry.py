@@ -11,8 +11,6 @@ from torch import nn
 from weightsync.errors import LayoutError
 from weightsync.integrations.megatron.packing import Packing
 
-__all__ = ["ShardedTensor", "check_geometry", "sharded_tensors"]
-
 ShardedTensor: TypeAlias = Any
 """A ``megatron.core.dist_checkpointing.ShardedTensor``: a box of a tensor of the whole model."""
 _NUMBERED = re.compile(r"^(?:decoder|mtp)\.layers\.([0-9]+)\.")

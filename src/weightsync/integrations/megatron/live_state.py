@@ -12,8 +12,6 @@ from weightsync.integrations.megatron.chunk import ModelChunk
 from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, ShardedState, Views, dtype_name, ordered
 
-__all__ = ["LiveState", "refuse_adapter"]
-
 _ADAPTERS = (".to_wrap.", ".adapter.", ".lora_")
 
 

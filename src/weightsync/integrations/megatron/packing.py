@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from weightsync.errors import LayoutError
 from weightsync.model import Box
 
-__all__ = ["PackedPiece", "Packing", "Part"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -11,8 +11,6 @@ from weightsync.integrations.megatron.families import Family
 from weightsync.integrations.megatron.packing import Packing
 from weightsync.model import Manifest, TensorSpec
 
-__all__ = ["ModelRules"]
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

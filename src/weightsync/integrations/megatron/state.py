@@ -18,8 +18,6 @@ from weightsync.integrations.megatron.packing import Packing, Part
 from weightsync.integrations.megatron.rules import ModelRules
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
 
-__all__ = ["MegatronState", "hf_state"]
-
 
 def hf_state(
     model_chunks: nn.Module | Sequence[nn.Module],

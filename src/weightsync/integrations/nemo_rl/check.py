@@ -10,8 +10,6 @@ from weightsync.errors import WeightSyncError
 from weightsync.integrations.nemo_rl.engine import INTERFACE, NAME, RefitEngine
 from weightsync.server.findings import Finding, ask_coordinator
 
-__all__ = ["findings"]
-
 
 def findings() -> Iterator[Finding]:
     """Yield one finding after the other, where NeMo-RL can be imported."""

@@ -22,12 +22,11 @@ import torch
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import GRACE, Meeting, StreamSender, about_this_rank, arrange, join, offer_coordinator
+from weightsync.integrations.stream_ranks import Meeting, StreamSender, about_this_rank, arrange, join, offer_coordinator
+from weightsync.integrations.updates import GRACE
 from weightsync.launch import place_in_world
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
-
-__all__ = ["INTERFACE", "NAME", "RefitEngine"]
 
 NAME = "weightsync.integrations.nemo_rl:Engine"
 """What the user writes."""

@@ -23,8 +23,6 @@ from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.registry import FROM_HOST_MEMORY
 
-__all__ = ["PublishesWeights", "PublishingActorTrainer", "PublishingPolicyActor"]
-
 _log = logging.getLogger(__name__)
 _PolicyActor: Any = actor_class(ppo_actor.PolicyModelActor)
 

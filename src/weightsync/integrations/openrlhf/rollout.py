@@ -9,8 +9,6 @@ from vllm.config import WeightTransferConfig
 
 from weightsync.integrations.openrlhf import actor_class
 
-__all__ = ["JoiningRolloutActor"]
-
 _RolloutActor: Any = actor_class(RolloutRayActor)
 
 

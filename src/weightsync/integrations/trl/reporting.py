@@ -15,8 +15,6 @@ from weightsync.protocol.notices import tell
 from weightsync.protocol.round_log import describe
 from weightsync.tensors.shards import DTypes
 
-__all__ = ["calling_trainer", "report", "warn_of_rounding"]
-
 _FRAMES = 16  # to the method of TRL's trainer, with decorators and callbacks between
 _log = logging.getLogger(__name__)
 _rounds = logging.getLogger("weightsync.rounds")

@@ -9,8 +9,6 @@ from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.external.clients.http import EngineHttp, HttpCall
 from weightsync.model import Version
 
-__all__ = ["RolloutServer"]
-
 _SECONDS = 30.0
 _START = """VLLM_SERVER_DEV_MODE=1 vllm serve ... --weight-transfer-config '{"backend": "weightsync"}'"""
 _NO_ROUTE = f"weightsync asks there whether TRL samples from updated weights. Restart it with its development routes: {_START}"

@@ -22,8 +22,6 @@ from weightsync.tensors.shards import DTypes
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 
-__all__ = ["ServerModePublisher", "enable"]
-
 _OWN = "_weightsync"
 _log = logging.getLogger(__name__)
 _live = weakref.WeakSet["ServerModePublisher"]()

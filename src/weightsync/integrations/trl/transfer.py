@@ -21,8 +21,6 @@ from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 
-__all__ = ["JoinOptions", "WeightTransfer"]
-
 _LOOK = (
     """A vLLM server joins by itself if it was started with --weight-transfer-config '{"backend": "weightsync"}' and """
     "WEIGHTSYNC_COORDINATOR in its environment, and has the token (WEIGHTSYNC_TOKEN_FILE on another machine or as another user): "

@@ -34,7 +34,6 @@ from weightsync.errors import (
 )
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import (
-    GRACE,
     Meeting,
     StreamSender,
     about_this_rank,
@@ -43,12 +42,11 @@ from weightsync.integrations.stream_ranks import (
     leave_in_background,
     offer_coordinator,
 )
+from weightsync.integrations.updates import GRACE
 from weightsync.integrations.verl.shards import ShardSource, Walk, show_engine
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
-
-__all__ = ["StreamCheckpointEngine"]
 
 _log = logging.getLogger(__name__)
 _WHERE = "checkpoint_engine.engine_kwargs.weightsync"

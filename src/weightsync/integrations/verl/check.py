@@ -15,8 +15,6 @@ from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, ask_coordinator
 from weightsync.server.server import BackgroundServer
 
-__all__ = ["findings"]
-
 _GROUP, _PLUGIN = "verl.plugins", "weightsync.integrations.verl.plugin"
 _LINE = "actor_rollout_ref.rollout.checkpoint_engine.backend=weightsync"
 _MODULE = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={_PLUGIN}"

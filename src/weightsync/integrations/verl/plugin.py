@@ -13,8 +13,6 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 if TYPE_CHECKING:
     from weightsync.integrations.verl.backend import StreamCheckpointEngine
 
-__all__ = ["BACKEND", "LazyCheckpointEngine"]
-
 BACKEND = "weightsync"
 
 

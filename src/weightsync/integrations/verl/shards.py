@@ -25,8 +25,6 @@ from weightsync.integrations.stream_options import Options
 from weightsync.model import Manifest
 from weightsync.tensors.shards import ShardedState, shards_of, torch_dtype
 
-__all__ = ["EngineState", "ShardSource", "Walk", "show_engine"]
-
 _log = logging.getLogger(__name__)
 _ENGINES = {
     "verl.workers.engine.fsdp.transformer_impl": "FSDPEngine",

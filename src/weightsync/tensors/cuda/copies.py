@@ -11,8 +11,6 @@ import torch
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, DeviceCopyTable
 
-__all__ = ["LANES", "WARPS", "TileCopy"]
-
 LANES = 1024
 """16-byte lanes in one step of a program. Measured in docs/benchmarks/gpu-kernels.md."""
 

@@ -12,8 +12,6 @@ from weightsync.errors import ProtocolError
 from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import CopyTable
 
-__all__ = ["TILE_BYTES", "DeviceCopyTable"]
-
 Int64 = npt.NDArray[np.int64]
 
 TILE_BYTES = 1 << 16

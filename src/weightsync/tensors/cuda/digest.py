@@ -15,8 +15,6 @@ from weightsync.model.manifest import Manifest
 from weightsync.tensors.cuda.digest_table import QUADS, STEPS, DigestTable
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 
-__all__ = ["LayoutDigest"]
-
 _NOTHING = nullcontext()
 
 

@@ -13,8 +13,6 @@ from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.planning.geometry import spread
 
-__all__ = ["BLOCK_BYTES", "QUADS", "STEPS", "DigestTable"]
-
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 4 * 4096

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COPY_COLUMNS", "DIGEST_COLUMNS", "copy_few_kernel", "copy_kernel", "digest_kernel"]
-
 DIGEST_COLUMNS = 8
 """Rows of the digest table, ``int64[8, items]``:
 

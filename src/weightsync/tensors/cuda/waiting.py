@@ -10,8 +10,6 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, TransportError
 
-__all__ = ["wait_for_device", "wait_for_event", "wait_until_idle"]
-
 
 def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
     """Wait for ``event``.

@@ -26,8 +26,6 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, HEADER, FrameHeader
 from weightsync.transports.net.frames import frames_of
 
-__all__ = ["Collective"]
-
 Int64 = npt.NDArray[np.int64]
 
 _DEFAULT_BUFFER = 16 << 20

@@ -6,8 +6,6 @@ import msgspec
 
 from weightsync.transports.net.messages import ControlMessage, Fail, Messages, Ready, RegisterTiles, Start
 
-__all__ = ["MESSAGES", "JoinEpoch", "Warmup"]
-
 
 class Warmup(ControlMessage, frozen=True):
     """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`JoinEpoch` and an end.

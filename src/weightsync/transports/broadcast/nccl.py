@@ -31,8 +31,6 @@ from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.net.messages import Ready
 
-__all__ = ["Nccl", "Pinned"]
-
 Int64 = npt.NDArray[np.int64]
 
 _MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped

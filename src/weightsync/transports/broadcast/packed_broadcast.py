@@ -24,8 +24,6 @@ from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup
 from weightsync.transports.net.channel import DATA, HEADER, VERSION_AT, FrameHeader
 from weightsync.transports.net.frames import HEADER_ROOM, packed_copies, packed_frames
 
-__all__ = ["ALIGNMENT", "DEFAULT_BUFFER", "PROGRAMS", "PackedBroadcast", "broadcast_frames", "frames_of_groups"]
-
 Int64 = npt.NDArray[np.int64]
 
 DEFAULT_BUFFER = 256 << 20

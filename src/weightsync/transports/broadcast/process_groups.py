@@ -27,8 +27,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 from weightsync.tensors.cuda.waiting import wait_for_device
 
-__all__ = ["Backend", "Enqueue", "ProcessGroup", "StoreRendezvous", "init_custom_process_group"]
-
 Backend = Literal["gloo", "nccl"]
 Enqueue = Callable[[torch.Tensor], None]
 """Puts the broadcast of a tensor's bytes into the current stream of its device."""

@@ -38,8 +38,6 @@ from weightsync.transports.net.messages import (
     transfer_deadline,
 )
 
-__all__ = ["LEAST_BUFFER", "MOST_BUFFER", "BroadcastReader", "Receipt", "ReceivingWire", "tiles_and_bytes"]
-
 Int64 = npt.NDArray[np.int64]
 
 LEAST_BUFFER, MOST_BUFFER = 2 << 20, 4 << 30

@@ -52,8 +52,6 @@ from weightsync.transports.net.messages import (
     transfer_deadline,
 )
 
-__all__ = ["BroadcastJob", "BroadcastPublisher", "Packer", "SendingWire"]
-
 Int64 = npt.NDArray[np.int64]
 
 _CLOSE_SECONDS = 10.0

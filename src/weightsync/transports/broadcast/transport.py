@@ -32,8 +32,6 @@ from weightsync.transports.broadcast.sender import BroadcastPublisher, SendingWi
 from weightsync.transports.net.dialer import dialer
 from weightsync.transports.net.listening_publisher import NetworkTransport, PublisherAddress
 
-__all__ = ["Broadcast", "BufferSettings"]
-
 _MOST_SECONDS = 3600.0
 _MOST_BUFFERS = 16
 

@@ -16,20 +16,6 @@ import torch
 
 from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportError, TransportUnavailable
 
-__all__ = [
-    "HANDLE_BYTES",
-    "Allocation",
-    "DeviceMemory",
-    "allocation_of",
-    "close_handle",
-    "device_at",
-    "driver_problem",
-    "export_handle",
-    "open_handle",
-    "reach_device",
-    "still_allocated",
-]
-
 HANDLE_BYTES = 64
 """Bytes of a CUDA IPC memory handle."""
 

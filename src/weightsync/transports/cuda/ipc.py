@@ -40,8 +40,6 @@ from weightsync.transports.hostinfo import this_process
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
 
-__all__ = ["CombinedReader", "CudaIpc", "CudaIpcPublisher", "CudaIpcReader"]
-
 _PREFIX = "weightsync-gpu-"
 _ASK = b"?"
 _LENGTH = struct.Struct("<Q")

@@ -22,8 +22,6 @@ from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, DeviceMe
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 from weightsync.transports.hostinfo import this_process
 
-__all__ = ["PLACING_SECONDS", "CudaRegion", "Exported", "OwnCudaRegion", "export_count"]
-
 Int64 = npt.NDArray[np.int64]
 
 PLACING_SECONDS = 60.0

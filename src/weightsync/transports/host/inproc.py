@@ -17,8 +17,6 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_process
 from weightsync.transports.net.handshake import check_key
 
-__all__ = ["InProcess", "InProcessPublisher", "InProcessReader"]
-
 _publishers: dict[str, InProcessPublisher] = {}
 _lock = threading.Lock()
 

@@ -15,8 +15,6 @@ from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 
-__all__ = ["MappedReader"]
-
 
 class MappedReader(BlockingReader):
     """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: a publisher's whole region.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from weightsync import forks
 from weightsync.errors import ProtocolError, SharedMemoryTooSmall
 
-__all__ = ["Memory", "allocate", "available_bytes", "map_read_only", "reopen_read_only"]
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EFAULT, errno.EDQUOT)

@@ -14,8 +14,6 @@ from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, Ve
 from weightsync.forks import Origin
 from weightsync.transports.host.memory import allocate
 
-__all__ = ["EMPTY", "HEADER_BYTES", "Header", "PublishedRegion"]
-
 HEADER_BYTES = 4096
 """Bytes before the payload: one page, so that the payload is aligned for every copy kernel."""
 

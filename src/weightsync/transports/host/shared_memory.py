@@ -23,8 +23,6 @@ from weightsync.transports.host.unix_socket import connect_local, listen_local
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
 
-__all__ = ["SharedMemory", "SharedMemoryPublisher", "SharedMemoryReader"]
-
 _PREFIX = "weightsync-"
 _FACTS_BYTES = 512
 

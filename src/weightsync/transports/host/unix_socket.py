@@ -16,8 +16,6 @@ from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_publisher
 from weightsync.transports.net.listener import Listener, same_user
 
-__all__ = ["connect_local", "listen_local"]
-
 
 def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], None]) -> tuple[Listener, str]:
     """Serve authenticated readers of this user; returns the listener and the address that they need.

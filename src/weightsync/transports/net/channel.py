@@ -21,8 +21,6 @@ from weightsync import forks
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
 
-__all__ = ["CONTROL", "DATA", "END", "HEADER", "VERSION_AT", "Channel", "FrameHeader"]
-
 CONTROL, DATA, END = 1, 2, 3
 HEADER = struct.Struct("<4sB3xQqIII4xQ")
 VERSION_AT = struct.calcsize("<4sB3xQ")

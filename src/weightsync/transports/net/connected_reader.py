@@ -31,8 +31,6 @@ from weightsync.transports.net.messages import (
     send_request,
 )
 
-__all__ = ["ConnectedReader", "Dial"]
-
 Dial = Callable[[Callable[[Channel], None], Deadline], Channel]
 """Opens an authenticated channel, and gives it to its first argument as soon as it has a socket, so that it can be aborted."""
 

@@ -14,8 +14,6 @@ from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import Dial
 from weightsync.transports.net.handshake import greet_publisher
 
-__all__ = ["dialer", "tune"]
-
 _Address = tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]  # a family, and what connect() takes
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed within a minute
 

@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from weightsync.errors import AuthenticationError
 
-__all__ = ["KEY_BYTES", "LENGTH_BYTES", "RECORDS_PER_KEY", "RECORD_BYTES", "TAG_BYTES", "Opening", "Sealing"]
-
 KEY_BYTES = 32
 TAG_BYTES = 16
 LENGTH_BYTES = 4

@@ -18,17 +18,6 @@ from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.messages import MAX_GROUPS, MAX_TILES, RegisterTiles
 
-__all__ = [
-    "FRAME_BYTES",
-    "HEADER_ROOM",
-    "MAX_FRAME_BYTES",
-    "cut_tiles",
-    "frames_of",
-    "packed_copies",
-    "packed_frames",
-    "wanted_tiles",
-]
-
 FRAME_BYTES = 16 << 20
 """A frame ends with the tile that fills it; no tile is larger than this, so no frame is twice as large."""
 MAX_FRAME_BYTES = 2 * FRAME_BYTES

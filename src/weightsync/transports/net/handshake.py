@@ -22,8 +22,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError
 from weightsync.transports.net.channel import Channel
 
-__all__ = ["ENCRYPTED_ONLY", "HELLO_SECONDS", "ID_BYTES", "check_key", "greet_publisher", "greet_reader"]
-
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
 ID_BYTES = 16

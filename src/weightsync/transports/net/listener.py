@@ -20,8 +20,6 @@ from weightsync.transports.base import Key
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS, greet_reader
 
-__all__ = ["Listener", "same_user"]
-
 _MAX_READERS = 1024
 _MAX_STRANGERS = 32
 # Connections a second that are taken in and then prove nothing. A flood of them must not slow what is being sent.

@@ -23,8 +23,6 @@ from weightsync.transports.net.handshake import ID_BYTES, check_key
 from weightsync.transports.net.listener import Listener
 from weightsync.transports.net.tls import FINGERPRINT_BYTES, EncryptedChannel, publisher_context
 
-__all__ = ["ListeningPublisher", "NetworkTransport", "PublisherAddress"]
-
 
 class PublisherAddress(NamedTuple):
     """An address: ``host:port/id``, or ``host:port/id/fingerprint`` of a publisher that speaks only TLS."""

@@ -18,29 +18,6 @@ from weightsync.errors import ProtocolError, StaleSource, TransportUnavailable, 
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 
-__all__ = [
-    "ANSWER_BYTES",
-    "ANSWER_SECONDS",
-    "COMMON",
-    "MAX_GROUPS",
-    "MAX_TILES",
-    "REQUEST_BYTES",
-    "ControlMessage",
-    "Fail",
-    "Handlers",
-    "Messages",
-    "Ready",
-    "RegisterTiles",
-    "Start",
-    "TableBudget",
-    "decode_control",
-    "next_control",
-    "next_request",
-    "send_request",
-    "serve_requests",
-    "transfer_deadline",
-]
-
 MAX_TILES = 1 << 22
 """Most tiles that one reader may want of one publisher."""
 MAX_GROUPS = 1 << 20

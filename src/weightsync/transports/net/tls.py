@@ -28,8 +28,6 @@ from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 from weightsync.transports.net.handshake import ENCRYPTED_ONLY
 
-__all__ = ["FINGERPRINT_BYTES", "EncryptedChannel", "publisher_context", "reader_context"]
-
 FINGERPRINT_BYTES = 32
 _HANDSHAKE = b"\x16"  # the first byte of every TLS connection
 _GREETING = 64  # bytes: more than a reader says in plain text before it waits for an answer

@@ -25,8 +25,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, TransportError, TransportUnavailable
 from weightsync.protocol.messages import Memory
 
-__all__ = ["Agent", "Pieces", "Transfer", "network_devices", "nixl_problem", "rdma_devices", "span_of"]
-
 Int64 = npt.NDArray[np.int64]
 
 _MODULES = ("nixl_cu13", "nixl_cu12")

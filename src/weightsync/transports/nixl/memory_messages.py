@@ -7,8 +7,6 @@ import msgspec
 from weightsync.protocol.messages import Memory
 from weightsync.transports.net.messages import ControlMessage, Fail, Messages, Ready, RegisterTiles, Start
 
-__all__ = ["MESSAGES", "DescribeMemory", "MemoryDescription", "Pack"]
-
 
 class DescribeMemory(ControlMessage, frozen=True):
     """Of ``nixl``: asks where the publisher's memory is; answered by :class:`MemoryDescription` or :class:`Fail`."""

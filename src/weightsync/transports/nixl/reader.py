@@ -41,8 +41,6 @@ from weightsync.transports.nixl.staged_frames import (
     split,
 )
 
-__all__ = ["POSTING_THREADS", "NixlReader"]
-
 Int64 = npt.NDArray[np.int64]
 
 POSTING_THREADS = 2

@@ -19,8 +19,6 @@ from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.frames import packed_copies, packed_frames
 
-__all__ = ["BUFFERS", "BUFFER_BYTES", "MOST_BUFFER_BYTES", "TILE_BYTES", "Copies", "Frames", "StagingBuffers", "copies", "split"]
-
 Int64 = npt.NDArray[np.int64]
 
 BUFFERS = 2

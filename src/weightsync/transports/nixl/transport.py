@@ -43,8 +43,6 @@ from weightsync.transports.nixl.staged_frames import (
     copies,
 )
 
-__all__ = ["Nixl", "NixlPublisher"]
-
 Int64 = npt.NDArray[np.int64]
 
 _PACK_SECONDS = 60.0

@@ -16,8 +16,6 @@ from weightsync.transports.net.frames import MAX_FRAME_BYTES
 from weightsync.transports.net.messages import ANSWER_BYTES, Fail, Start, decode_control, send_request
 from weightsync.transports.tcp.tile_stream import TileStream
 
-__all__ = ["StreamReader"]
-
 
 class _Arriving:
     """Where a running transfer is."""

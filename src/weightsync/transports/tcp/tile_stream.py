@@ -19,8 +19,6 @@ from weightsync.tensors.memory_views import memory_at
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.encrypted_records import RECORD_BYTES
 
-__all__ = ["TileStream"]
-
 _LOOK_NANOSECONDS = 50_000_000  # the compiled loops come back so often, to look at the deadline
 _AGAIN = (0, errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 

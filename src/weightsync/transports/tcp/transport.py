@@ -29,8 +29,6 @@ from weightsync.transports.net.tls import EncryptedChannel, reader_context
 from weightsync.transports.tcp.receiver import StreamReader
 from weightsync.transports.tcp.tile_stream import TileStream
 
-__all__ = ["Sender", "Tcp", "TcpPublisher"]
-
 
 class Sender:
     """Serves one authenticated reader of ``region`` until it goes away. Holds a :class:`TileStream`.

@@ -30,6 +30,8 @@ name and message (:func:`to_wire`, :func:`from_wire`), never as a pickle. Both e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "Aborted",
     "AuthenticationError",
@@ -52,9 +54,6 @@ __all__ = [
     "VerificationError",
     "VersionError",
     "WeightSyncError",
-    "from_wire",
-    "readable",
-    "to_wire",
 ]
 
 _LONGEST = 4096
@@ -165,6 +164,13 @@ def readable(text: str, most: int = _LONGEST) -> str:
         ]
         shown = "\n".join([lines[0], *(line if line.startswith("  ") else f"  {line}" for line in lines[1:])])
     return shown if len(text) <= most and len(shown) <= most else shown[: most - len(_CUT)] + _CUT
+
+
+def few(items: Iterable[str], most: int = 5, joint: str = ", ", total: int | None = None) -> str:
+    """Join the first of ``items`` for a message, and say how many more there are; of ``total``, if not all are given."""
+    listed = list(items)
+    left = (len(listed) if total is None else total) - most
+    return joint.join([*listed[:most], *([f"and {left} more"] if left > 0 else [])])
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:

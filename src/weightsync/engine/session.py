@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.read_back import ReadBack
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError, few
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.model.manifest import join_manifests
 from weightsync.tensors.digest import PUBLIC, DigestConstants
@@ -28,7 +28,6 @@ State = Literal["serving", "pausing", "paused", "writing", "written", "committed
 """An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
 
 _PAUSE_SECONDS = 5.0
-_SHOWN = 3
 _numbers = itertools.count(1)
 
 
@@ -418,8 +417,8 @@ def load_all(
     except WeightSyncError:
         raise
     except Exception as error:
-        names = ", ".join(name for name, _ in tensors[:_SHOWN])
-        raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}, ...): {error!r}") from error
+        names = few((name for name, _ in tensors), 3)
+        raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}): {error!r}") from error
     missed = sum(1 for _ in left)
     if missed:
         raise LoadError(f"the {name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket")

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
-from weightsync.errors import LoadError
-
-_SHOWN = 5
+from weightsync.errors import LoadError, few
 
 
 class HostStaging:
@@ -62,10 +60,7 @@ class HostStaging:
         """
         missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]
         if missing:
-            raise LoadError(
-                f"nothing was loaded into {self._engine}: {len(missing)} tensors were not received: {', '.join(missing[:_SHOWN])}"
-                f"{', ...' if len(missing) > _SHOWN else ''}"
-            )
+            raise LoadError(f"nothing was loaded into {self._engine}: {len(missing)} tensors were not received: {few(missing)}")
 
     def tensors(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.closing import Closeable
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, few
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import UNREADABLE
 
@@ -109,7 +109,7 @@ class CheckpointFiles(Closeable):
                 specs += self._open(path, mapped, opened)
             if mapped is not None and len(mapped) != len(specs):
                 missing = sorted(set(mapped) - {spec.name for spec in specs})
-                raise ConfigurationError(f"{directory / INDEX} names tensors that its files lack: {', '.join(missing[:5])}")
+                raise ConfigurationError(f"{directory / INDEX} names tensors that its files lack: {few(missing)}")
             if not specs:
                 raise ConfigurationError(f"{directory} holds no tensors")
             self.manifest = Manifest(specs)

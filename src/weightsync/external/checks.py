@@ -15,15 +15,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError
+from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError, few
 from weightsync.external.requests import InitGroupRequest, Tensors, UpdateRequest
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
 from weightsync.model.version import fold
 
 Packing = Literal["elements", "bytes"]
 """How a flattened bucket is laid out: LMDeploy's, of one dtype, or SGLang's, of bytes. See :func:`check_bucket`."""
-
-_SHOWN = 5
 
 
 def check_group(request: InitGroupRequest, ranks: int, known: Collection[str], backends: Collection[str]) -> None:
@@ -93,7 +91,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
     known[list(_indices(tensors, manifest))] = True
     missing = [manifest[int(index)].name for index in np.flatnonzero(~known)]
     if missing and not partial:
-        raise ManifestMismatch(f"{len(missing)} of the engine's {len(manifest)} tensors are not there to be sent: {_few(missing)}")
+        raise ManifestMismatch(f"{len(missing)} of the engine's {len(manifest)} tensors are not there to be sent: {few(missing)}")
     if not known.any():
         raise ConfigurationError("an update without tensors does nothing")
 
@@ -105,13 +103,13 @@ def _indices(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[int,
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: there must be as many of each"
         )
     if len(set(names)) != len(names):
-        raise ConfigurationError(f"a tensor is named twice: {_few([n for n, count in Counter(names).items() if count > 1])}")
+        raise ConfigurationError(f"a tensor is named twice: {few([n for n, count in Counter(names).items() if count > 1])}")
     unknown = [name for name in names if name not in manifest.index]
     if unknown:
-        raise ManifestMismatch(f"{len(unknown)} tensors are unknown to the engine: {_few(unknown)}")
+        raise ManifestMismatch(f"{len(unknown)} tensors are unknown to the engine: {few(unknown)}")
     bad = sorted(set(dtypes) - set(ITEMSIZE))
     if bad:
-        raise ConfigurationError(f"unknown dtypes {_few(bad)}; known: {', '.join(sorted(ITEMSIZE))}")
+        raise ConfigurationError(f"unknown dtypes {few(bad)}; known: {', '.join(sorted(ITEMSIZE))}")
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         spec = manifest[manifest.index[name]]
         if tuple(shape) != spec.shape:
@@ -153,7 +151,7 @@ def check_digests(
         check_named(manifest, known, digests)
         wrong = sorted(name for name, text in digests.items() if int(held[manifest.index[name]]) != int(text, 16))
         if wrong:
-            raise VerificationError(f"{len(wrong)} of {len(digests)} tensors are not what was sent: {_few(wrong)}")
+            raise VerificationError(f"{len(wrong)} of {len(digests)} tensors are not what was sent: {few(wrong)}")
     if digest is not None and fold(held[known]) != digest:
         raise VerificationError(f"the tensors fold to {fold(held[known])}, not to {digest}: they are not what was sent")
 
@@ -176,7 +174,7 @@ class Committed:
         changed = np.flatnonzero(~known & (held != 0) & (held != before))
         if len(changed):
             names = [manifest[int(index)].name for index in changed]
-            raise VerificationError(f"{len(names)} tensors changed that were not sent: {_few(names)}; send all tensors")
+            raise VerificationError(f"{len(names)} tensors changed that were not sent: {few(names)}; send all tensors")
         return np.where(known, held, before)
 
     def describe_rest(self, known: npt.NDArray[np.bool_], last: Version | None, *, read_again: bool) -> str:
@@ -204,9 +202,4 @@ def check_named(manifest: Manifest, known: npt.NDArray[np.bool_], digests: Mappi
         named[index] = True
     bare = [manifest[int(i)].name for i in np.flatnonzero(known & ~named)]
     if bare:
-        raise ConfigurationError(f"there is no digest for {len(bare)} received tensors: {_few(bare)}")
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name[:200] for name in names[:_SHOWN]) + more
+        raise ConfigurationError(f"there is no digest for {len(bare)} received tensors: {few(bare)}")

@@ -21,6 +21,7 @@ from weightsync.errors import (
     VerificationError,
     VersionError,
     WeightSyncError,
+    few,
 )
 from weightsync.external import checks, requests
 from weightsync.external.ranks import Ranks, ask_all
@@ -373,8 +374,9 @@ class WeightUpdates:
             raise ConfigurationError("not one tensor was received: there is nothing to commit")
         missing = [spec.name for spec, received in zip(manifest, known, strict=True) if not received]
         if missing and not partial:
-            shown = ", ".join(missing[:5])
-            raise ConfigurationError(f"{len(missing)} of {len(manifest)} tensors were not received: {shown}; send them first")
+            raise ConfigurationError(
+                f"{len(missing)} of {len(manifest)} tensors were not received: {few(missing)}; send them first"
+            )
         if claims.digests is not None:
             checks.check_named(manifest, known, claims.digests)
         elif claims.digest is None and self.settings.require_digest:

@@ -27,7 +27,7 @@ import torch
 from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError
+from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError, few
 from weightsync.integrations.stream_options import Options, cast, server_settings
 from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
 from weightsync.model import Manifest
@@ -41,7 +41,6 @@ from weightsync.transports.hostinfo import this_host
 
 _MOST_WINDOW_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Three such windows stay allocated on each trainer rank. A host has a trainer rank for each GPU, and much else in its memory."""
-_SHOWN = 5
 _numbers = itertools.count(1)
 
 
@@ -100,13 +99,13 @@ def arrange(offer: Mapping[str, Any], metadata: Iterable[Mapping[str, Any]], rol
     if elsewhere and is_loopback(url.host):
         raise ConfigurationError(
             f"the coordinator listens on {url.host} of {host}, because the process that runs it has no token, "
-            f"and {', '.join(elsewhere[:_SHOWN])} cannot reach it. Set WEIGHTSYNC_TOKEN_FILE (or WEIGHTSYNC_TOKEN) in the "
+            f"and {few(elsewhere)} cannot reach it. Set WEIGHTSYNC_TOKEN_FILE (or WEIGHTSYNC_TOKEN) in the "
             "environment of Ray on every node before `ray start`; the coordinator then listens on its node's address"
         )
     names = tuple(str(about["name"]) for about in rollouts)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise MembershipError(f"two rollout ranks have one name: {', '.join(twice[:_SHOWN])}; each needs a process of its own")
+        raise MembershipError(f"two rollout ranks have one name: {few(twice)}; each needs a process of its own")
     return Meeting(url.url, float(offer["seconds"]), names)
 
 

@@ -9,12 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from weightsync.errors import DeadlineExceeded, RoundFailed
+from weightsync.errors import DeadlineExceeded, RoundFailed, few
 from weightsync.protocol.messages import RoundResult
 
 GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
-_SHOWN = 5
 T = TypeVar("T")
 
 
@@ -32,7 +31,7 @@ def check_reached(result: RoundResult, replicas: str, wanted: int | Sequence[str
         failures = [f"{name}: {errors.get(name, 'it has left')}" for name in wanted if errors.get(name, "") is not None]
         count, reached = len(wanted), len(wanted) - len(failures)
     if reached < count:
-        reasons = "; ".join(failures[:_SHOWN]) or "the others have left"
+        reasons = few(failures, joint="; ") or "the others have left"
         raise RoundFailed(f"version {result.version} reached {reached} of {count} {replicas} ({reasons})")
 
 

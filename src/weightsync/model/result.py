@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from weightsync.errors import few
 from weightsync.model.trace import SlowestSpan, milliseconds
 from weightsync.model.version import Version
 from weightsync.spans import Clock, Seconds
@@ -123,11 +124,11 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         updated, missed = self.updated, self.missed
         verified = [
-            f"{', '.join(_shown(names))} ({kind}: {meaning})"
+            f"{few(names, _SHOWN)} ({kind}: {meaning})"
             for kind, meaning in GUARANTEES.items()
             if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
-        failed = _shown([f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed])
+        failed = few((f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed), _SHOWN, "; ")
         rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(
             (
@@ -135,17 +136,13 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{len(self.replicas)} replicas, {_size(self.nbytes)} in {self.seconds:.3f} s{rate}, "
                 f"longest pause {milliseconds(self.longest_pause)}{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",
-                f"  not updated: {'; '.join(failed) or 'none'}",
+                f"  not updated: {failed or 'none'}",
             )
         )
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / _MEGABYTE:,.1f} MB" if nbytes >= _MEGABYTE else f"{nbytes:,} bytes"
-
-
-def _shown(items: list[str]) -> list[str]:
-    return items if len(items) <= _SHOWN else [*items[:_SHOWN], f"and {len(items) - _SHOWN} more"]
 
 
 def _one_line(text: str | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.errors import LayoutError, VerificationError
+from weightsync.errors import LayoutError, VerificationError, few
 from weightsync.model import Layout, Manifest
 from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.planning.geometry import Geometries, Rows, ShardingIndex, geometries
@@ -19,14 +19,6 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _SHOWN = 10
-
-
-def shortened(items: Iterable[str], count: int | None = None, joint: str = ", ") -> str:
-    """Join at most ten of ``items``, and the number of the others out of ``count``."""
-    listed = list(items)
-    total = len(listed) if count is None else count
-    more = [f"... and {total - _SHOWN} more"] if total > _SHOWN else []
-    return joint.join([*listed[:_SHOWN], *more])
 
 
 def printed(manifest: Manifest, tensor: int, starts: Iterable[int], stops: Iterable[int]) -> str:
@@ -40,7 +32,7 @@ def listed(manifest: Manifest, kinds: Geometries, problems: Mapping[int, str]) -
     """Count the tensors whose geometry is in ``problems``, and describe the first ten, one on each line."""
     bad = np.flatnonzero(np.isin(kinds.of, list(problems)))
     lines = [f"{manifest[int(tensor)].name}: {problems[int(kinds.of[tensor])]}" for tensor in bad[:_SHOWN]]
-    return len(bad), shortened(lines, len(bad), "\n  ")
+    return len(bad), few(lines, _SHOWN, "\n  ", len(bad))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +115,12 @@ class Coverage:
             sums[share.held] += mine if share.first is None else np.add.reduceat(mine, share.first)
         if differing:
             lines = [
-                f"{self.manifest[tensor].name} (on {shortened(n for n in self.members if n in differing[tensor])})"
+                f"{self.manifest[tensor].name} (on {few((n for n in self.members if n in differing[tensor]), _SHOWN)})"
                 for tensor in sorted(differing)[:_SHOWN]
             ]
             raise VerificationError(
                 f"{self.whose}: copies of {len(differing)} tensors have diverged (equal boxes, unequal digests): "
-                + shortened(lines, len(differing), "; ")
+                + few(lines, _SHOWN, "; ", len(differing))
             )
         return sums
 
@@ -143,10 +135,10 @@ class Coverage:
             raise VerificationError(f"received {len(expected)} published digests for a manifest of {len(self.manifest)} tensors")
         bad = np.flatnonzero(self.total(digests) != expected)
         if len(bad):
-            lines = [f"{self.manifest[int(tensor)].name} (on {shortened(self._holders(int(tensor)))})" for tensor in bad[:_SHOWN]]
+            lines = [f"{self.manifest[int(tensor)].name} (on {few(self._holders(int(tensor)), _SHOWN)})" for tensor in bad[:_SHOWN]]
             raise VerificationError(
                 f"{self.whose}: {len(bad)} of {len(self.manifest)} tensors differ from the published ones: "
-                + shortened(lines, len(bad), "; ")
+                + few(lines, _SHOWN, "; ", len(bad))
             )
 
     def _holders(self, tensor: int) -> list[str]:
@@ -158,7 +150,7 @@ class Coverage:
             missing = [name for name in self.members if name not in digests]
             extra = sorted(set(digests) - set(self.members))
             raise VerificationError(
-                f"{self.whose}: digests are missing from {shortened(missing)}; unexpected from {shortened(extra)}"
+                f"{self.whose}: digests are missing from {few(missing, _SHOWN)}; unexpected from {few(extra, _SHOWN)}"
             )
         for name, layout in zip(self.members, self._sharding.layouts, strict=True):
             if digests[name].dtype != np.uint64 or digests[name].shape != (len(layout),):
@@ -202,7 +194,7 @@ def collisions(sharding: ShardingIndex, kinds: Geometries, rows: Rows, index: Bo
         parts = []
         for box in pair:
             holders = rows.member[index.order[index.first[box] : index.first[box + 1]]]
-            names = shortened(dict.fromkeys(sharding.members[int(member)] for member in holders))
+            names = few(dict.fromkeys(sharding.members[int(member)] for member in holders), _SHOWN)
             region = printed(sharding.manifest, int(kinds.tensor[kind]), index.starts[box].tolist(), index.stops[box].tolist())
             parts.append(f"{region} on {names}")
         messages[kind] = f"boxes overlap without being equal: {' and '.join(parts)}"
@@ -225,5 +217,5 @@ def _holes(sharding: ShardingIndex, kinds: Geometries, index: BoxIndex, collidin
             region = printed(sharding.manifest, int(kinds.tensor[kind]), *hole)
             tensor = int(kinds.tensor[kind])
             holders = [n for n, f in zip(sharding.members, sharding.first, strict=True) if f[tensor + 1] > f[tensor]]
-            messages[kind] = f"no rank holds {region}" + (f"; the rest is on {shortened(holders)}" if holders else "")
+            messages[kind] = f"no rank holds {region}" + (f"; the rest is on {few(holders, _SHOWN)}" if holders else "")
     return messages

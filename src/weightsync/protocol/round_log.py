@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from weightsync.errors import LoadError, WeightSyncError
+from weightsync.errors import LoadError, WeightSyncError, few
 from weightsync.model import Version
 from weightsync.protocol.messages import (
     Body,
@@ -28,7 +28,6 @@ from weightsync.protocol.worker import IncomingCall
 _log = logging.getLogger("weightsync.rounds")
 
 _MIB = 1 << 20
-_SHOWN = 4
 _STEPS: dict[type, str] = {
     Prepare: "preparing", Pause: "pausing", Move: "moving", Commit: "committing", Resume: "resuming", Update: "updating",
     Quarantine: "staying paused",
@@ -114,7 +113,7 @@ class LoggedCalls:
 def describe(result: RoundResult) -> str:
     """Describe the result of a publication in one line: version, replicas that serve it, verification, time, bytes."""
     updated = [replica for replica in result.replicas if replica.error is None]
-    names = ", ".join(replica.name for replica in updated[:_SHOWN]) + (", ..." if len(updated) > _SHOWN else "")
+    names = few((replica.name for replica in updated), 4)
     verified = " or ".join(sorted({replica.verified for replica in updated if replica.verified}))
     total, took = len(result.replicas), 1000 * result.seconds
     return (

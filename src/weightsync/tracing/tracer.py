@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from weightsync.errors import LayoutError, LoadError, WeightSyncError
+from weightsync.errors import LayoutError, LoadError, WeightSyncError, few
 from weightsync.model import Box, Manifest
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
@@ -196,7 +196,7 @@ def _raised(recorder: Recorder, manifest: Manifest, requested: Sequence[str], er
     last = f"after {requested[-1]}" if requested else "before the first tensor"
     stuck = ""
     if recorder.stuck is not None:
-        names = ", ".join(manifest[index].name for index in sorted(recorder.stuck[1])[:_SHOWN])
+        names = few((manifest[index].name for index in sorted(recorder.stuck[1])), _SHOWN)
         stuck = f", in {recorder.stuck[0]}" + (f" of {names}" if names else "")
     return f"the loader raised an error during tracing, {last}{stuck}: {type(error).__name__}: {error}"
 
@@ -328,8 +328,7 @@ def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> l
 
 def _some(reasons: Mapping[str, object]) -> str:
     listed = [f"{name} ({reason})" if isinstance(reason, str) else name for name, reason in reasons.items()]
-    more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return "; ".join(listed[:_SHOWN]) + more
+    return few(listed, _SHOWN, "; ")
 
 
 class ShardsByTracing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weightsync.errors import LoadError
+from weightsync.errors import LoadError, few
 from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.tracer import Traced
@@ -18,7 +18,6 @@ _MOST_OTHERS = 1 << 30
 _SEED = 20_261_121
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CACHES = ("kv_cache", "kv_caches")
-_SHOWN = 3
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """Loads some whole layers into the serving model with the engine's own code, including all processing after loading."""
@@ -131,8 +130,7 @@ def _try(
     wrong = [name for name in names if not all(_same(shard, weights[name]) for shard in by_name[name])]
     if not wrong:
         return None
-    more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f"{engine} does more than copy {', '.join(wrong[:_SHOWN])}{more} when it loads them"
+    return f"{engine} does more than copy {few(wrong, 3)} when it loads them"
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from weightsync.engines.traced_shards import parameters_kept
-from weightsync.errors import LoadError
+from weightsync.errors import LoadError, few
 from weightsync.model import Manifest
 from weightsync.tracing.tracer import trace_loader
-
-_SHOWN = 5
 
 
 def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ANN401 - SGLang's ModelRunner
@@ -75,12 +73,7 @@ def gaps_of_loader(model: torch.nn.Module, manifest: Manifest, ranks: int, paddi
         traced = trace_loader(model.load_weights, model, manifest, padding=padding)  # type: ignore[arg-type]
     transformed = set(traced.fallback)
     if ranks == 1 and (dropped := [name for name in traced.unused if name not in transformed]):
-        return f"it drops {_some(dropped)}"
+        return f"it drops {few(dropped)}"
     if traced.unwritten:
-        return f"it does not fill {_some(sorted(traced.unwritten))}"
+        return f"it does not fill {few(sorted(traced.unwritten))}"
     return None
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

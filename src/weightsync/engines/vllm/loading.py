@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
-from weightsync.errors import LoadError
-
-_SHOWN = 5
+from weightsync.errors import LoadError, few
 
 
 def install(
@@ -54,10 +52,7 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
         # A quantized model has additional parameters, with names that are in no checkpoint.
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
-            raise LoadError(
-                f"vLLM's loader did not fill {len(missing)} parameters: {', '.join(missing[:_SHOWN])}"
-                f"{', ...' if len(missing) > _SHOWN else ''}"
-            )
+            raise LoadError(f"vLLM's loader did not fill {len(missing)} parameters: {few(missing)}")
     except BaseException:
         _drop_buffered(model)
         finalize_layerwise_reload(model, model_config)

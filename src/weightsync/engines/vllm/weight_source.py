@@ -10,12 +10,10 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, few
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.placements import box_of
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
-
-_SHOWN = 5
 
 
 class ParameterMeta(Protocol):
@@ -100,7 +98,7 @@ class StagedSource(ShardedState):
             lacking.discard(name)
         wrong |= dict.fromkeys(sorted(lacking), "was declared and did not come")
         if wrong:
-            first = "; ".join(f"{name} {what}" for name, what in list(wrong.items())[:_SHOWN])
+            first = few((f"{name} {what}" for name, what in wrong.items()), joint="; ")
             raise ConfigurationError(f"the WeightSource yields {len(wrong)} tensors otherwise than it declares: {first}")
 
     def declare(self) -> tuple[Manifest, Sequence[Shard]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError, WeightSyncError, few
 from weightsync.integrations.megatron import hf_state
 from weightsync.integrations.stream_options import Options
 from weightsync.model import Manifest
@@ -32,7 +32,6 @@ _ENGINES = {
 }
 _METHOD = "get_per_tensor_param"
 _MARK = "_weightsync_shows_engine"
-_SHOWN = 3
 
 
 class EngineWeights:
@@ -171,4 +170,4 @@ class Walk:
         other = {names[0] for names, _ in held if self._seen.keys().isdisjoint(names)}
         other |= {name for name, kind in self._seen.items() if known.get(name) != kind}
         if other:
-            raise ConfigurationError(f"verl converts parameters before it sends them ({', '.join(sorted(other)[:_SHOWN])})")
+            raise ConfigurationError(f"verl converts parameters before it sends them ({few(sorted(other), 3)})")

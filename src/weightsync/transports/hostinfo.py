@@ -27,10 +27,11 @@ def this_process() -> str:
     return f"{_process}-{os.getpid()}"
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
+    """Return what a file says, such as one of ``/proc``; nothing if it cannot be read."""
     try:
-        return Path(path).read_text().strip()
-    except OSError:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
         return ""
 
 
@@ -52,7 +53,7 @@ def this_host() -> Host:
     namespace: loopback addresses of equal names are the same. ``memory`` adds the user: abstract sockets and the check of the
     peer's user need both, so two containers or users that cannot share memory never have equal ones.
     """
-    machine = _text("/proc/sys/kernel/random/boot_id") or f"{platform.node()}-{uuid.getnode():x}"
+    machine = text_of("/proc/sys/kernel/random/boot_id") or f"{platform.node()}-{uuid.getnode():x}"
     network = _link("/proc/self/ns/net")
     user = f"{os.getuid()}-{_link('/proc/self/ns/user')}" if hasattr(os, "getuid") else "single"
     return Host(name=f"{socket.gethostname()}-{_short(machine, network)}", memory=_short(machine, network, user))
@@ -83,7 +84,7 @@ def own_address(name: str) -> str:
             answer = b""
     if answer:
         return socket.inet_ntoa(answer[20:24])
-    for line in _text("/proc/net/if_inet6").splitlines():  # address, index, prefix length, scope, flags, name
+    for line in text_of("/proc/net/if_inet6").splitlines():  # address, index, prefix length, scope, flags, name
         fields = line.split()
         if fields[5] == name and fields[3] != _LINK_SCOPE:
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))

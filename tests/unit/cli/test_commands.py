@@ -324,12 +324,12 @@ def test_doctor_measures_a_slow_reverse_lookup(seconds: float, status: str, monk
     end = threading.Event()
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: end.wait(seconds))
     monkeypatch.setattr(doctor, "_LONGEST_LOOKUP", 1.0)
-    found = doctor._CHECKS["reverse lookup"]("reverse lookup")
+    found = checks("-c", "http://127.0.0.1:1")["reverse lookup"]
     end.set()
-    assert found.status == status
-    assert "::ffff:127.0.0.1" in found.value
-    assert ("/etc/hosts" in found.cost) == (status != "ok")
-    assert ("more than" in found.value) == (seconds > 1)
+    assert found["status"] == status
+    assert "::ffff:127.0.0.1" in found["value"]
+    assert ("/etc/hosts" in found["cost"]) == (status != "ok")
+    assert ("more than" in found["value"]) == (seconds > 1)
 
 
 def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServer, tmp_path: Path) -> None:
@@ -379,10 +379,10 @@ def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
+    def broken() -> None:
         raise OSError("no such thing here")
 
-    monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": broken})
+    monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": (broken, "")})
     monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {})
     (finding,) = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")

@@ -15,7 +15,7 @@ from tests.unit.planning.simulation import ranks_of, targets_of
 from tools.reference import forecast_of
 from typer.testing import CliRunner, Result
 
-from weightsync.cli.errors import EXIT_CONFIGURATION
+from weightsync.cli.commands import EXIT_CONFIGURATION
 from weightsync.cli.main import app
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest

@@ -20,10 +20,9 @@ from tests.integration.server.service_support import engine_hello, joined, train
 from typer.testing import CliRunner, Result
 
 from weightsync.cli import doctor
-from weightsync.cli.bench import add_bench_commands
+from weightsync.cli.commands import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
 from weightsync.cli.doctor import examine
-from weightsync.cli.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
-from weightsync.cli.main import app
+from weightsync.cli.main import add_bench_commands, app
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, control_settings
 from weightsync.coordinator.coordinator import Coordinator

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weightsync
-from weightsync.cli.logs import JsonFormatter, Level, configure_logs
+from weightsync.cli.options import JsonFormatter, Level, configure_logs
 from weightsync.config import Secret, ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer

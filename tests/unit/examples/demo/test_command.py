@@ -9,7 +9,7 @@ import pytest
 from examples.demo.__main__ import app
 from typer.testing import CliRunner
 
-from weightsync.cli.errors import EXIT_CONFIGURATION
+from weightsync.cli.commands import EXIT_CONFIGURATION
 
 
 def run(*arguments: str) -> Any:

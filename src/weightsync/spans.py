@@ -94,7 +94,6 @@ class Tracer(Protocol):
     @property
     def parent(self) -> str:
         """W3C ``traceparent`` that the calls carry."""
-        ...
 
     def answered(self, peer: str, sent: float, received: float, answered: float, arrived: float, spans: tuple[Span, ...]) -> None:
         """Note one answered call of ``peer``.
@@ -107,11 +106,9 @@ class Tracer(Protocol):
             arrived: When the answer arrived, on the caller's clock.
             spans: What the peer did meanwhile, on its own clock.
         """
-        ...
 
     def unanswered(self, peer: str, what: str, sent: float, until: float) -> None:
         """Note the call ``what`` that ``peer`` had not answered ``until`` it was withdrawn, both on the caller's clock."""
-        ...
 
 
 _tracer: ContextVar[Tracer | None] = ContextVar("weightsync_tracer", default=None)

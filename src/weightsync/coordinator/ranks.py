@@ -60,7 +60,6 @@ class RankNode(Protocol[R_co]):
     @property
     def rank(self) -> R_co:
         """Self-description of the rank."""
-        ...
 
     async def call(self, body: Body, timeout: float) -> Body:
         """Send ``body`` and return the rank's answer, or raise its error, within ``timeout`` seconds.
@@ -68,12 +67,9 @@ class RankNode(Protocol[R_co]):
         What each message asks for and which one answers it is documented with the messages. The caller enforces its own deadline
         as well.
         """
-        ...
 
     def notify(self, text: str) -> None:
         """Show ``text`` in the rank's log. Returns at once, before delivery."""
-        ...
 
     def dismiss(self, reason: str) -> None:
         """Close this connection and tell its process why. Returns at once."""
-        ...

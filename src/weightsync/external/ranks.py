@@ -29,11 +29,9 @@ class Ranks(Protocol):
     @property
     def count(self) -> int:
         """How many ranks."""
-        ...
 
     async def send(self, message: bytes, timeout: float) -> Sequence[bytes | None]:
         """The answer of each rank, in order; ``None`` for one that did not answer within ``timeout`` seconds."""
-        ...
 
 
 class LocalRanks:

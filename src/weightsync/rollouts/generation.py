@@ -59,11 +59,9 @@ class Generation(Protocol):
             LoadError: The server rejects the request permanently.
             ProtocolError: The server sent an unreadable message.
         """
-        ...
 
     async def aclose(self) -> None:
         """Close connections."""
-        ...
 
 
 class _Logprobs(msgspec.Struct):

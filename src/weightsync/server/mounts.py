@@ -35,7 +35,6 @@ class Mount(Protocol):
 
     def close(self) -> None:
         """End all streams and waits; called once, before the coordinator closes."""
-        ...
 
 
 def load_mounts(settings: ServerSettings) -> list[Mount]:

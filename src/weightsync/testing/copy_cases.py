@@ -31,15 +31,12 @@ class Buffer(Protocol):
     @property
     def address(self) -> int:
         """Start address, as used in tiles."""
-        ...
 
     def write(self, data: Bytes) -> None:
         """Replace the contents."""
-        ...
 
     def read(self) -> Bytes:
         """Return a copy of the contents."""
-        ...
 
 
 class CudaBuffer:

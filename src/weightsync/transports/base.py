@@ -72,11 +72,9 @@ class Publisher(Protocol):
     @property
     def offer(self) -> Offer:
         """What a reader needs to connect, with the traits of this publisher."""
-        ...
 
     def close(self) -> None:
         """Stop publishing. Returns when nothing is left."""
-        ...
 
 
 class Completion(Protocol):
@@ -88,7 +86,6 @@ class Completion(Protocol):
         Raises :class:`~weightsync.errors.PeerLost`, :class:`~weightsync.errors.DeadlineExceeded`,
         :class:`~weightsync.errors.Aborted`, :class:`~weightsync.errors.StaleSource` or :class:`~weightsync.errors.ProtocolError`.
         """
-        ...
 
 
 class Reader(ABC):

@@ -31,7 +31,6 @@ class DigestsNow(Protocol):
 
     def digests(self) -> UInt64:
         """The digest of each row, of what is there now."""
-        ...
 
 
 class StagedChanges:

@@ -12,7 +12,6 @@ class EmbeddingCache(Protocol):
 
     def clear(self) -> None:
         """Drop all embeddings."""
-        ...
 
 
 def drop_caches(scheduler: Scheduler, embeddings: EmbeddingCache | None) -> bool:

@@ -32,15 +32,12 @@ class Scheduler(Protocol):
 
     def is_fully_idle(self) -> bool:
         """Return whether no request is running or queued."""
-        ...
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         """Drop all keys and values, unless requests run. Returns whether that succeeded."""
-        ...
 
     def record_weight_version_change(self, new_version: str) -> None:
         """Set the label of the weights."""
-        ...
 
 
 class SchedulerLoop(Closeable):

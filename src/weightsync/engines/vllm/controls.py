@@ -18,23 +18,18 @@ class Controls(Protocol):
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Pause: return when no step is running. None starts until :meth:`resume`."""
-        ...
 
     def install(self, timeout: float) -> None:
         """Let every worker load its staged tensors. Raises the error of any worker."""
-        ...
 
     def flush(self, timeout: float) -> bool:
         """Drop all cached keys and values. Returns ``False`` or raises if that failed."""
-        ...
 
     def label(self, version: str, timeout: float) -> None:
         """Set the label of the weights."""
-        ...
 
     def resume(self, timeout: float) -> None:
         """Resume generation."""
-        ...
 
 
 class HttpControls:

@@ -19,12 +19,10 @@ class VllmConfig(Protocol):
     @property
     def model_config(self) -> ModelConfig:
         """Model settings, with the quantization method."""
-        ...
 
     @property
     def lora_config(self) -> object | None:
         """LoRA settings; ``None`` if LoRA is disabled."""
-        ...
 
 
 def why_streamed(config: VllmConfig, device: torch.device) -> str | None:

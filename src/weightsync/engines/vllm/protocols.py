@@ -14,11 +14,9 @@ class OfflineLLM(Protocol):
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         """Call a method of every worker."""
-        ...
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop cached keys and values. Returns whether all were dropped."""
-        ...
 
 
 class AsyncEngine(Protocol):
@@ -28,19 +26,15 @@ class AsyncEngine(Protocol):
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
         """Call a method of every worker."""
-        ...
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Pause generation."""
-        ...
 
     async def resume_generation(self) -> None:
         """Resume generation."""
-        ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop cached keys and values. Returns whether all were dropped."""
-        ...
 
 
 class UpdatedWorker(Protocol):
@@ -52,15 +46,12 @@ class UpdatedWorker(Protocol):
         Raises:
             RuntimeError: A session is already open.
         """
-        ...
 
     def start_draft_weight_update(self) -> None:
         """Open a session for the draft model."""
-        ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load weights. If this fails, the session has ended."""
-        ...
 
     def finish_weight_update(self) -> None:
         """Close the session.
@@ -68,7 +59,6 @@ class UpdatedWorker(Protocol):
         Raises:
             RuntimeError: No session is open.
         """
-        ...
 
 
 class ModelConfig(Protocol):
@@ -77,4 +67,3 @@ class ModelConfig(Protocol):
     @property
     def quantization(self) -> str | None:
         """Name of the quantization method; ``None`` if the model is not quantized."""
-        ...

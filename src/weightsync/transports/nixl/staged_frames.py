@@ -115,7 +115,6 @@ class Copies(Protocol):
 
     def run(self, frame: int, deadline: Deadline) -> None:
         """Copy; returns when the bytes are there."""
-        ...
 
 
 class _HostCopies:

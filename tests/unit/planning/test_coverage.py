@@ -70,7 +70,7 @@ def test_a_changed_byte_names_the_tensor_and_its_ranks() -> None:
 def test_at_most_ten_tensors_are_named() -> None:
     manifest = Manifest([spec(f"w{index}", 4) for index in range(25)])
     made = coverage_of(manifest, {"a": whole(manifest)}, "here")
-    with pytest.raises(VerificationError, match=r"25 of 25 .*w9 \(on a\); \.\.\. and 15 more$") as caught:
+    with pytest.raises(VerificationError, match=r"25 of 25 .*w9 \(on a\); and 15 more$") as caught:
         made.check({"a": np.ones(25, np.uint64)}, np.zeros(25, np.uint64))
     assert "w10" not in str(caught.value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -72,11 +71,20 @@ def push(
     ```
     """
     import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from weightsync.errors import ConfigurationError
     from weightsync.external.checkpoint_files import CheckpointFiles
+    from weightsync.external.clients.lmdeploy import LMDeployClient
+    from weightsync.external.clients.sglang import SGLangClient
+    from weightsync.external.clients.vllm import VLLMClient
+    from weightsync.external.clients.weightsync import WeightUpdateClient
     from weightsync.external.push import push as push_all
 
+    kinds: dict[str, Callable[..., UpdateClient]] = {
+        "weightsync": WeightUpdateClient, "sglang": SGLangClient, "lmdeploy": LMDeployClient, "vllm": VLLMClient,
+    }  # fmt: skip
     if len(set(to)) != len(to):
         raise ConfigurationError("--to names a server twice")
     if engine in (EngineKind.sglang, EngineKind.vllm) and label is None:
@@ -88,18 +96,14 @@ def push(
     device = torch.device("cuda") if backend is GroupBackend.nccl else None
     with ExitStack() as opened:
         source = opened.enter_context(CheckpointFiles(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
-        clients = [
-            opened.enter_context(
-                _client(engine)(
-                    url, token=token, group=group, backend=backend.value, ranks=ranks, address=address, device=device
-                )
-            )
-            for url in to
-        ]  # fmt: skip
-        progress = opened.enter_context(_Bar(source.manifest.nbytes, hidden=json))
+        options: dict[str, Any] = {"token": token, "group": group, "backend": backend.value, "ranks": ranks, "address": address}
+        clients = [opened.enter_context(kinds[engine](url, device=device, **options)) for url in to]
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        bar = opened.enter_context(Progress(*columns, console=Console(stderr=True), disable=json))
+        sent = bar.add_task("push", total=source.manifest.nbytes)
         results = push_all(
             source, clients, label, mode=pause_mode.value, bucket_bytes=nbytes, timeout=timeout, step_timeout=step_timeout,
-            progress=progress.advance,
+            progress=lambda nbytes: bar.advance(sent, nbytes),
         )  # fmt: skip
     ok = all(result.ok for result in results)
     if json:
@@ -111,7 +115,7 @@ def push(
             "tensors": len(source.manifest),
             "servers": msgspec.to_builtins(results),
         }
-        typer.echo(jsonlib.dumps(summary))
+        typer.echo(msgspec.json.encode(summary).decode())
     else:
         for result in results:
             typer.secho(f"{result.url}: {result.answer}", fg="green" if result.ok else "red", err=not result.ok)
@@ -119,43 +123,3 @@ def push(
                 typer.secho("  the server was not resumed: push again, or restart it", fg="red", err=True)
     if not ok:
         raise typer.Exit(1)
-
-
-def _client(engine: EngineKind) -> Callable[..., UpdateClient]:
-    if engine is EngineKind.sglang:
-        from weightsync.external.clients.sglang import SGLangClient
-
-        return SGLangClient
-    if engine is EngineKind.lmdeploy:
-        from weightsync.external.clients.lmdeploy import LMDeployClient
-
-        return LMDeployClient
-    if engine is EngineKind.vllm:
-        from weightsync.external.clients.vllm import VLLMClient
-
-        return VLLMClient
-    from weightsync.external.clients.weightsync import WeightUpdateClient
-
-    return WeightUpdateClient
-
-
-class _Bar:
-    """Progress bar on standard error: bytes that all servers have."""
-
-    def __init__(self, total: int, *, hidden: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=hidden)
-        self._task = self._progress.add_task("push", total=total)
-
-    def advance(self, nbytes: int) -> None:
-        self._progress.advance(self._task, nbytes)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:  # noqa: ANN401 - what a with statement gives
-        self._progress.stop()

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.external.checkpoint_files import CheckpointFiles, buckets_of
@@ -144,7 +143,7 @@ def push(
     return [target.result for target in targets]
 
 
-class _Reading:
+class _Reading(Closeable):
     """A checkpoint's buckets in order, the next one being read while one is used. Takes its memory, and begins, when it is made.
 
     Raises :class:`~weightsync.errors.ConfigurationError` where the memory is not there.
@@ -187,11 +186,8 @@ class _Reading:
                 self._coming = self._reader.submit(self._read, number + 1)
             yield bucket
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A read that hangs is left behind with its memory: nothing ends it, and the engines were notified.
+    def close(self) -> None:
+        """End its thread. A read that hangs is left behind with its memory: nothing ends it, and the engines were notified."""
         self._reader.shutdown(wait=self._coming.done(), cancel_futures=True)
 
 

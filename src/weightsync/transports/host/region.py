@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError
 from weightsync.forks import Origin
 from weightsync.transports.host.memory import allocate
@@ -100,7 +101,7 @@ class Header:
             self._words[_SEQUENCE_WORD] += 1
 
 
-class PublishedRegion:
+class PublishedRegion(Closeable):
     """``nbytes`` bytes that hold one version at a time, readable by other processes where the machine allows it.
 
     Region 0 of the rank's layout (digest ``layout_digest``) is the region's payload: ``nbytes`` bytes at :attr:`address`. The
@@ -191,12 +192,6 @@ class PublishedRegion:
         self._bytes = None
         del self.header
         self._memory.close()
-
-    def __enter__(self) -> PublishedRegion:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # Closing what __init__ could not complete must not raise out of the collector.

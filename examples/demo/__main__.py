@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.errors import Program
+from weightsync.cli.commands import Program
 from weightsync.cli.options import JsonLast, Pausing
 from weightsync.errors import ConfigurationError
 

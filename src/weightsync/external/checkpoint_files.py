@@ -31,6 +31,7 @@ _DTYPES = {
     "I8": "int8",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I16": "int16",
     "F16": "float16",
     "BF16": "bfloat16",

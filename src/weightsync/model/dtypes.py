@@ -10,6 +10,7 @@ ITEMSIZE: dict[str, int] = {
     "int8": 1,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int16": 2,
     "float16": 2,
     "bfloat16": 2,

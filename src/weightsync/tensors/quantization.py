@@ -1,0 +1,398 @@
+"""Quantized shards: data and scales of matrices of which this rank may hold only parts, with equal bits under any sharding.
+
+Blocks belong to the whole matrix. A block that the border of a shard cuts takes its maximum from all of its parts, so ranks
+exchange the maxima of these blocks, and of no others. The rank that holds the first element of a block publishes its scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, ConfigurationError
+from weightsync.model import Box, Manifest, TensorSpec
+from weightsync.tensors.formats import Format, format_of
+from weightsync.tensors.shards import Shard, ordered, torch_dtype
+
+Int64 = npt.NDArray[np.int64]
+
+AllMax = Callable[[torch.Tensor, Deadline], None]
+"""Replaces each element of a CPU tensor by its maximum over all trainer ranks. Every rank calls it with a tensor of that size."""
+
+ChooseFormats = Callable[[Manifest], Mapping[str, Format]]
+"""Chooses formats of matrices, by name, for a manifest."""
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_MEMBER = re.compile(rf"\b({'|'.join(name for group in _FUSED for name in group)})\b")
+_JOIN_SECONDS = 60.0
+_CHUNK = {"cpu": 1 << 18}  # elements that are encoded at a time
+_CHUNK_ELSEWHERE = 1 << 24
+
+
+def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -> dict[str, Format]:
+    """Return the format of each matrix to quantize, by name. The first pattern (``*``, ``?``, ``[...]``) that matches counts.
+
+    ``None`` leaves what it matches as it is.
+
+    Raises:
+        ConfigurationError: A format is unknown, a pattern matches nothing, or what it matches cannot be quantized.
+    """
+    used = dict.fromkeys(patterns, False)
+    formats: dict[str, Format] = {}
+    for spec in manifest:
+        pattern = next((each for each in patterns if any(fnmatchcase(name, each) for name in spec.names)), None)
+        if pattern is None:
+            continue
+        used[pattern] = True
+        name = patterns[pattern]
+        if name is not None:
+            formats[spec.name] = format_of(name)
+            formats[spec.name].check(spec)
+    unused = [pattern for pattern, matched in used.items() if not matched]
+    if unused:
+        raise ConfigurationError(f"no tensor is left for the pattern {unused[0]!r} of quantize: correct it, or leave it out")
+    return formats
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Consecutive indices of one dimension of a shard, in ``count`` blocks, whole ones unless it is one; local numbers."""
+
+    start: int
+    stop: int
+    block: int
+    count: int
+
+
+def _cuts(start: int, stop: int, block: int, most: int) -> list[_Cut]:
+    """Cut ``start`` to ``stop`` of a dimension at the borders of its blocks, and where a cut would be longer than ``most``."""
+    cuts, at = list[_Cut](), start
+    while at < stop:
+        whole = (stop - at) // block if at % block == 0 else 0
+        count = max(min(whole, most // block), 1)
+        end = min(at - at % block + count * block, stop, at + max(most, 1) if count == 1 else stop)
+        cuts.append(_Cut(at - start, end - start, at // block - start // block, count))
+        at = end
+    return cuts
+
+
+@dataclass(frozen=True, eq=False)
+class _QuantizedShard(Shard):
+    """Data, scales or other parts of a shard, computed when they are placed; its tensor is on the meta device."""
+
+    source: int = 0
+    part: int = 0
+
+
+@dataclass(eq=False)
+class _Master:
+    """A shard of a matrix that is quantized."""
+
+    matrix: int
+    box: Box
+    tensor: torch.Tensor
+    first: tuple[int, int]
+    """First block of each dimension that it touches."""
+    grid: tuple[int, int]
+    """Number of blocks of each dimension that it touches."""
+    owned: tuple[slice, slice]
+    """Blocks whose first element it holds, numbered from :attr:`first`."""
+    kept: dict[int, slice] = field(default_factory=dict)
+    """Where its maxima are kept from the exchange on, if some are exchanged: of the blocks (0), of the whole matrix (1)."""
+
+
+class _Matrix:
+    """A matrix that is quantized, and the tensors that take its place."""
+
+    def __init__(self, spec: TensorSpec, format_: Format) -> None:
+        self.spec, self.format = spec, format_
+        self.dtype = torch_dtype(spec.dtype)
+        self.shape = (spec.shape[0], spec.shape[1])
+        self.blocks, self.grid = format_.blocks(self.shape), format_.grid(self.shape)
+        self.specs = format_.specs(spec)
+        self.levels = (self.grid, (1, 1)) if format_.uses_whole else (self.grid,)
+        """Grids of maxima."""
+
+
+class _Touched:
+    """The blocks of one grid that a shard touches."""
+
+    def __init__(self, box: Box, blocks: tuple[int, int], shape: tuple[int, int], columns: int) -> None:
+        self._columns = columns
+        self._numbers, self._cut = list[Int64](), list[npt.NDArray[np.bool_]]()
+        for start, stop, block, extent in zip(box.starts, box.stops, blocks, shape, strict=True):
+            numbers = np.arange(start // block, -(-stop // block))
+            self._numbers.append(numbers)
+            self._cut.append((numbers * block < start) | (np.minimum((numbers + 1) * block, extent) > stop))
+
+    @property
+    def cut(self) -> bool:
+        """Whether the shard holds only a part of one."""
+        return bool(self._cut[0].any() or self._cut[1].any())
+
+    def numbers(self, *, all_of_them: bool) -> Int64:
+        """Their numbers in the grid, in C order; without ``all_of_them`` of those that the shard holds a part of."""
+        numbers: Int64 = self._numbers[0][:, None] * self._columns + self._numbers[1]
+        return numbers.ravel() if all_of_them else numbers[self._cut[0][:, None] | self._cut[1]]
+
+
+class QuantizedShards:
+    """The manifest and shards to publish for ``shards``, with the matrices in ``formats`` quantized.
+
+    Args:
+        manifest: What would be published without quantizing. Its dtypes count: shards are converted to them before.
+        shards: This rank's shards.
+        formats: Formats by name.
+        all_max: Reaches the other trainer ranks, which make this object at the same time; ``None`` if there are none.
+        deadline: For that.
+
+    Raises:
+        ConfigurationError: A border between two ranks divides an element that holds several values.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shards: Sequence[Shard],
+        formats: Mapping[str, Format],
+        all_max: AllMax | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self._all_max, self._plain = all_max, manifest
+        self._names = list[str]()
+        """A matrix of each grid of maxima."""
+        self._kept = torch.zeros(0)
+        self._matrices = [_Matrix(spec, formats[spec.name]) for spec in manifest if spec.name in formats]
+        self._index = {matrix.spec.name: number for number, matrix in enumerate(self._matrices)}
+        kept = [spec for spec in manifest if spec.name not in self._index]
+        self.manifest = Manifest([*kept, *(spec for matrix in self._matrices for spec in matrix.specs)])
+        self._sources = [self._source(shard) for shard in shards if shard.name in self._index]
+        self._derived = [shard for number in range(len(self._sources)) for shard in self._parts(number)]
+        self._agree_on_cut_blocks(deadline or Deadline(_JOIN_SECONDS))
+        self.shards = self.derive(manifest, shards)
+
+    def derive(self, manifest: Manifest, shards: Sequence[Shard]) -> list[Shard]:
+        """Take up the shards where they are now, and return those to publish.
+
+        Raises:
+            ConfigurationError: They are others than before.
+        """
+        masters = [shard for shard in shards if shard.name in self._index]
+        before = [(self._matrices[source.matrix].spec.name, source.box) for source in self._sources]
+        if [(shard.name, shard.box) for shard in masters] != before or manifest != self._plain:
+            raise ConfigurationError("this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer")
+        for source, master in zip(self._sources, masters, strict=True):
+            source.tensor = master.tensor
+        return ordered(self.manifest, [*(shard for shard in shards if shard.name not in self._index), *self._derived])
+
+    @property
+    def exchanged(self) -> int:
+        """Number of maxima that :meth:`exchange` exchanges with other ranks."""
+        return 0 if self._all_max is None else self._slots
+
+    # Geometry.
+
+    def _source(self, shard: Shard) -> _Master:
+        matrix = self._matrices[self._index[shard.name]]
+        starts, stops, blocks = shard.box.starts, shard.box.stops, matrix.blocks
+        packed = matrix.format.packed
+        if starts[1] % packed or stops[1] % packed:
+            raise ConfigurationError(
+                f"{shard.name} cannot be quantized to {matrix.format.name}: this rank holds its columns {starts[1]} to {stops[1]}, "
+                f"and {packed} values share an element. Shard its columns at multiples of {packed}, or its rows"
+            )
+        first = tuple(start // block for start, block in zip(starts, blocks, strict=True))
+        end = tuple(-(-stop // block) for stop, block in zip(stops, blocks, strict=True))
+        owned = [
+            slice(-(-start // block) - low, high - low) for start, block, low, high in zip(starts, blocks, first, end, strict=True)
+        ]
+        grid = (end[0] - first[0], end[1] - first[1])
+        return _Master(self._index[shard.name], shard.box, shard.tensor, (first[0], first[1]), grid, (owned[0], owned[1]))
+
+    def _parts(self, number: int) -> Iterator[Shard]:
+        source = self._sources[number]
+        matrix, box = self._matrices[source.matrix], source.box
+        packed = matrix.format.packed
+        data = Box((box.starts[0], box.starts[1] // packed), (box.stops[0], box.stops[1] // packed))
+        boxes = [data]
+        if all(part.start < part.stop for part in source.owned):
+            starts = tuple(first + part.start for first, part in zip(source.first, source.owned, strict=True))
+            stops = tuple(first + part.stop for first, part in zip(source.first, source.owned, strict=True))
+            single = matrix.format.block == (0, 0)
+            boxes.append(Box.whole((1,)) if single else Box(starts, stops))
+            if not any(starts):
+                boxes += [Box.whole(spec.shape) for spec in matrix.specs[2:]]
+        for part, (spec, held) in enumerate(zip(matrix.specs, boxes, strict=False)):
+            tensor = torch.empty(held.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            yield _QuantizedShard(spec.name, spec.shape, held, tensor, source=number, part=part)
+
+    def _agree_on_cut_blocks(self, deadline: Deadline) -> None:
+        """Give each block that several shards share a slot, the same on every rank, and list the slots of this rank's shards."""
+        known: dict[tuple[str, str, int], int] = {}
+        grids: list[list[int]] = []
+        members = list[int]()
+        for matrix in self._matrices:
+            of_matrix = list[int]()
+            for level in range(len(matrix.levels)):
+                fused = matrix.format.fuses and level == len(matrix.levels) - 1
+                name = _MEMBER.sub(_fused_name, matrix.spec.name) if fused else matrix.spec.name
+                of_matrix.append(known.setdefault((name, matrix.format.name, level), len(known)))
+                if of_matrix[-1] == len(members):
+                    members.append(0)
+                    self._names.append(matrix.spec.name)
+                members[of_matrix[-1]] += 1
+            grids.append(of_matrix)
+        shared = torch.tensor([count > 1 for count in members], dtype=torch.uint8)
+        sizes = np.zeros(len(members), np.int64)
+        for matrix, of_matrix in zip(self._matrices, grids, strict=True):
+            for grid, extent in zip(of_matrix, matrix.levels, strict=True):
+                sizes[grid] = extent[0] * extent[1]
+        fused_grids = shared.numpy().astype(bool)
+        touched = [self._touched(source) for source in self._sources]
+        for source, of_source in zip(self._sources, touched, strict=True):
+            for grid, cells in zip(grids[source.matrix], of_source, strict=True):
+                shared[grid] |= int(cells.cut)
+        self._agree(shared, deadline)
+        sizes *= shared.numpy()
+        bases = np.cumsum(sizes) - sizes
+        mask = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+        for source, of_source in zip(self._sources, touched, strict=True):
+            for grid, cells in zip(grids[source.matrix], of_source, strict=True):
+                if sizes[grid]:
+                    mask[torch.from_numpy(bases[grid] + cells.numbers(all_of_them=bool(fused_grids[grid])))] = 1
+        self._agree(mask, deadline)
+        chosen = mask.numpy().astype(bool)
+        slots = np.cumsum(chosen) - 1
+        self._slots = int(chosen.sum())
+        self._slot_names = np.repeat(np.arange(len(sizes)), sizes)[chosen]
+        positions, used = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        self._kept_size = 0
+        for source, of_source in zip(self._sources, touched, strict=True):
+            for level, (grid, cells) in enumerate(zip(grids[source.matrix], of_source, strict=True)):
+                blocks = bases[grid] + cells.numbers(all_of_them=True) if sizes[grid] else np.zeros(0, np.int64)
+                exchanged = np.flatnonzero(chosen[blocks])
+                if len(exchanged):
+                    source.kept[level] = slice(self._kept_size, self._kept_size + blocks.size)
+                    positions.append(self._kept_size + exchanged)
+                    used.append(slots[blocks[exchanged]])
+                    self._kept_size += blocks.size
+        self._positions, self._used = torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(used))
+
+    def _agree(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        if self._all_max is not None and tensor.numel():
+            self._all_max(tensor, deadline)
+
+    def _touched(self, source: _Master) -> list[_Touched]:
+        """The blocks of each grid of its matrix that this shard touches."""
+        matrix, box = self._matrices[source.matrix], source.box
+        return [
+            _Touched(box, blocks, matrix.shape, extent[1])
+            for blocks, extent in zip((matrix.blocks, matrix.shape), matrix.levels, strict=False)
+        ]
+
+    # Contents.
+
+    @torch.no_grad()
+    def exchange(self, deadline: Deadline) -> None:
+        """Take the maxima of blocks that several shards share. The shards must not change from here until :meth:`write` returned.
+
+        Raises:
+            WeightSyncError: Of the exchange between ranks.
+            ConfigurationError: Such a block holds Inf or NaN; on every rank.
+        """
+        if not self._slots:
+            return
+        values = torch.zeros(self._slots)
+        if self._sources:
+            device = self._sources[0].tensor.device
+            self._kept = torch.zeros(self._kept_size, device=device)
+            for source in self._sources:
+                if source.kept:
+                    maxima = self._maxima(source)
+                    for level, kept in source.kept.items():
+                        self._kept[kept] = maxima.max() if level else maxima.ravel()
+            mine = self._kept[self._positions.to(device)].cpu()
+            values.scatter_reduce_(0, self._used, torch.where(mine.isfinite(), mine, torch.inf), "amax")
+        self._agree(values, deadline)
+        bad = torch.nonzero(values.isinf())
+        if len(bad):
+            raise _not_finite(self._names[int(self._slot_names[int(bad[0])])])
+        if self._sources:
+            self._kept[self._positions.to(device)] = values[self._used].to(device)
+
+    def _maxima(self, source: _Master) -> torch.Tensor:
+        """Largest absolute values of the parts of blocks in a shard, ``float32[grid]``."""
+        maxima = torch.zeros(source.grid, device=source.tensor.device)
+        for values, rows, columns in self._views(source):
+            part = maxima[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
+            torch.maximum(part, torch.linalg.vector_norm(values, torch.inf, dim=(1, 3)).float(), out=part)
+        return maxima
+
+    def _views(self, source: _Master) -> Iterator[tuple[torch.Tensor, _Cut, _Cut]]:
+        """Yield the values of a shard in parts, ``[blocks of rows, rows, blocks of columns, columns]``, in the published dtype."""
+        matrix, tensor = self._matrices[source.matrix], source.tensor
+        most = max(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE) // max(tensor.shape[1], 1), 1)
+        for rows in _cuts(source.box.starts[0], source.box.stops[0], matrix.blocks[0], most):
+            for columns in _cuts(source.box.starts[1], source.box.stops[1], matrix.blocks[1], matrix.shape[1]):
+                values = tensor[rows.start : rows.stop, columns.start : columns.stop].to(matrix.dtype)
+                high, wide = values.shape[0] // rows.count, values.shape[1] // columns.count
+                yield values.view(rows.count, high, columns.count, wide), rows, columns
+
+    @torch.no_grad()
+    def write(self, targets: Iterable[tuple[Shard, torch.Tensor]], stop: npt.NDArray[np.int8]) -> None:
+        """Fill the memory of shards of :attr:`shards` that have none, after :meth:`exchange`.
+
+        Raises:
+            Aborted: Another thread set ``stop[0]``.
+            ConfigurationError: A matrix holds Inf or NaN.
+        """
+        parts: dict[int, dict[int, torch.Tensor]] = {}
+        for shard, target in targets:
+            if isinstance(shard, _QuantizedShard):
+                parts.setdefault(shard.source, {})[shard.part] = target
+        largest = list[torch.Tensor]()
+        for number, out in parts.items():
+            if stop[0]:
+                raise Aborted("the copy of this version was stopped")
+            largest.append(self._write(self._sources[number], out))
+        bad = torch.nonzero(~torch.stack(largest).isfinite()) if largest else torch.zeros(0)
+        if len(bad):
+            raise _not_finite(self._matrices[self._sources[list(parts)[int(bad[0])]].matrix].spec.name)
+
+    def _write(self, source: _Master, out: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Quantize a shard to ``out``, by part; return its largest absolute value."""
+        matrix = self._matrices[source.matrix]
+        kept = {level: self._kept[kept].to(source.tensor.device) for level, kept in source.kept.items()}
+        maxima = kept[0].view(source.grid) if 0 in kept else self._maxima(source)
+        whole = kept.get(1, maxima.max()) if matrix.format.uses_whole else None
+        scales, factors = matrix.format.scales(maxima, matrix.dtype, whole)
+        for values, rows, columns in self._views(source):
+            part = factors[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
+            codes = matrix.format.codes(values, part[:, None, :, None]).flatten(2).flatten(0, 1)
+            first, end = columns.start // matrix.format.packed, columns.stop // matrix.format.packed
+            out[0][rows.start : rows.stop, first:end].copy_(matrix.format.pack(codes))
+        if 1 in out:
+            out[1].copy_(scales[source.owned].reshape(out[1].shape))
+        for extra, value in zip(range(2, len(matrix.specs)), matrix.format.more(matrix.spec, whole), strict=True):
+            if extra in out:
+                out[extra].copy_(value)
+        return maxima.max()
+
+
+def _fused_name(member: re.Match[str]) -> str:
+    """The name of the first of the matrices that engines fuse with this one."""
+    return next(group[0] for group in _FUSED if member[0] in group)
+
+
+def _not_finite(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} holds Inf or NaN and cannot be quantized: no version was published, and replicas serve the last one. The training "
+        "step before diverged"
+    )

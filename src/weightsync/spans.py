@@ -19,6 +19,7 @@ MOST_SPANS = 4096
 """Spans of one call at most. A recorder leaves out further ones."""
 PHASES = (
     "wait",
+    "maxima",
     "copy",
     "digest",
     "connect",

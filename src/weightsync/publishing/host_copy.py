@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from weightsync.tensors.shards import Shard, ordered, torch_dtype
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Write = Callable[[Iterable[tuple[Shard, torch.Tensor]], npt.NDArray[np.int8]], None]
+"""Fills the memory of shards; see :meth:`weightsync.tensors.quantization.QuantizedShards.write`."""
 
 _CHUNK_BYTES = 512 << 10  # converted bytes of one chunk, which are still in the cache when they are copied
 _NEVER = np.zeros(1, np.int8)
@@ -28,14 +30,16 @@ class HostPublisher:
 
     ``layout`` is :func:`~weightsync.tensors.memory_layout.packed_layout` of the same shards. Shards whose dtype differs from the
     manifest's are converted in chunks of 0.5 MiB. CPU shards are read exactly once, and the digest covers what was read. Shards on
-    an accelerator are copied by torch, and the digest covers the region.
+    an accelerator are copied by torch, those on the meta device are written by ``write``, and the digest covers the region.
 
     Raises:
         LayoutError: The shards do not match the layout.
     """
 
-    def __init__(self, manifest: Manifest, shards: Iterable[Shard], layout: Layout, address: int) -> None:
-        self._manifest, self._layout, self._address = manifest, layout, address
+    def __init__(
+        self, manifest: Manifest, shards: Iterable[Shard], layout: Layout, address: int, write: Write | None = None
+    ) -> None:
+        self._manifest, self._layout, self._address, self._write = manifest, layout, address, write
         self._shards = ordered(manifest, shards)
         self._check()
         self._targets: Int64 = layout.offset + address
@@ -145,16 +149,22 @@ class HostPublisher:
                 return
             if deadline is not None:
                 deadline.remaining("copying shards from their device")
-            shard, spec = self._shards[row], self._manifest[int(self._layout.tensor[row])]
-            size = shard.box.size * torch_dtype(spec.dtype).itemsize
-            memory = torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row))
-            memory.view(shard.box.shape).copy_(shard.tensor)
+            if not self._shards[row].tensor.is_meta:
+                self._memory(row).copy_(self._shards[row].tensor)
+        if self._write is not None:
+            self._write(((self._shards[row], self._memory(row)) for row in self._device if self._shards[row].tensor.is_meta), flag)
         digests = np.zeros(len(self._shards), np.uint64)
         for row in self._device:
             if flag[0]:
                 return
             digest_rows(self._manifest, self._layout, (self._address,), row, row + 1, digests)
             out[row] = digests[row]
+
+    def _memory(self, row: int) -> torch.Tensor:
+        """The memory of a row in the region."""
+        shape = self._shards[row].box.shape
+        size = self._shards[row].box.size * self._dtype(row).itemsize
+        return torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row)).view(shape)
 
     def _check(self) -> None:
         layout, manifest = self._layout, self._manifest

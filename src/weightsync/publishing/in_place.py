@@ -28,6 +28,8 @@ def obstacle_to_in_place(manifest: Manifest, shards: Sequence[Shard], transports
     """
     if not any("cuda" in transport.traits.reads for transport in transports):
         return "no transport that reads GPU memory is among this trainer's transports"
+    if any(shard.tensor.is_meta for shard in shards):
+        return "weights are quantized, which takes a copy"
     device = device_of(shards)
     if device is None or device.type != "cuda":
         return "the shards of this rank are not all on one CUDA device"

@@ -28,6 +28,7 @@ from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of, wait_for_devices
 from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.memory_layout import packed_layout
+from weightsync.tensors.quantization import AllMax, ChooseFormats, QuantizedShards
 from weightsync.tensors.shards import DTypes, FollowedShards, Shard, ShardedState
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import OwnCudaRegion
@@ -46,8 +47,9 @@ class PublishedShards(Publication):
     Where all shards are on one CUDA device and nothing is converted, that memory itself is published (:attr:`in_place`) by those
     transports that read CUDA memory and can reach it, and costs nothing more. If something is converted, or the memory cannot be
     shared, a copy on that device is published by the same transports, where it fits. Without these transports the shards are copied
-    to a region of host memory, published by those that read host memory. A copy has this rank's shards in the published dtype, and
-    lives as long as the object. Raises what :func:`~weightsync.tensors.shards.shards_of` and
+    to a region of host memory, published by those that read host memory. A copy has this rank's shards in the published dtype,
+    quantized if ``quantize`` chooses formats for tensors of the manifest, and lives as long as the object. Raises what
+    :func:`~weightsync.tensors.shards.shards_of` and
     :class:`~weightsync.transports.host.region.PublishedRegion` raise, :class:`~weightsync.errors.TransportUnavailable` if no
     transport can publish the shards, and :class:`~weightsync.errors.ConfigurationError` if one cannot encrypt where it must.
 
@@ -65,6 +67,8 @@ class PublishedShards(Publication):
         dtype: DTypes = None,
         include_buffers: bool = False,
         deltas: bool | int = False,
+        quantize: ChooseFormats | None = None,
+        all_max: AllMax | None = None,
     ) -> None:
         super().__init__(transports, key, local_host, network)
         self._deltas = deltas
@@ -74,6 +78,13 @@ class PublishedShards(Publication):
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
             raise ConfigurationError("this rank's state holds no bytes: give the module, or a state dict with tensors")
+        self._masters = shards
+        self.quantized: QuantizedShards | None = None
+        """What quantizes matrices while they are placed."""
+        if quantize is not None:
+            self.quantized = QuantizedShards(self.manifest, shards, quantize(self.manifest), all_max)
+            self.manifest, shards = self.quantized.manifest, self.quantized.shards
+        self._write = None if self.quantized is None else self.quantized.write
         self._shards: list[Shard] = []
         self._placer: HostPublisher | InPlacePublisher | DeviceCopy
         with ExitStack() as owned:
@@ -104,7 +115,7 @@ class PublishedShards(Publication):
 
         The reason is empty if the shards are not on a GPU, or no transport reads GPU memory.
         """
-        device, nbytes = device_of(self._shards), sum(self.layout.regions)
+        device, nbytes = device_of(self._masters), sum(self.layout.regions)
         if device is None or device.type != "cuda" or not any("cuda" in transport.traits.reads for transport in self._transports):
             return ""
         reason = room_for_copy(nbytes, device)
@@ -112,7 +123,7 @@ class PublishedShards(Publication):
             if reason is None:
                 region = OwnCudaRegion(nbytes, self.layout.digest, device)
                 undo.callback(region.close)
-                placer = DeviceCopy(self.manifest, self._shards, self.layout, region)
+                placer = DeviceCopy(self.manifest, self._shards, self.layout, region, self._write)
                 reason = self._publish(region, "cuda", undo)
             if not self._publishers:
                 _log.warning("this rank's shards are copied to host memory: %s", reason)
@@ -135,7 +146,8 @@ class PublishedShards(Publication):
         owned.callback(region.close)
         self.changes = changes
         self._region_address = region.address
-        self.region, self._placer = region, HostPublisher(self.manifest, self._shards, self.layout, region.address)
+        self.region = region
+        self._placer = HostPublisher(self.manifest, self._shards, self.layout, region.address, self._write)
         self._publish(region, "host", owned)
 
     @property
@@ -151,19 +163,23 @@ class PublishedShards(Publication):
         """
         if self._followed is None:
             return
-        manifest, shards = self._followed.now()
-        if shards is self._shards:
+        manifest, masters = self._followed.now()
+        if masters is self._masters:
             return
+        shards = masters
+        if self.quantized is not None:
+            shards, manifest = self.quantized.derive(manifest, masters), self.quantized.manifest
         layout = packed_layout(manifest, shards)
         if manifest.fingerprint != self.manifest.fingerprint or layout.digest != self.layout.digest:
             raise ConfigurationError(
                 "this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer or weightsync.Engine"
             )
         if isinstance(self.region, OwnCudaRegion):
-            self._placer = DeviceCopy(manifest, shards, layout, self.region)
+            self._placer = DeviceCopy(manifest, shards, layout, self.region, self._write)
         else:
-            self._placer = HostPublisher(manifest, shards, layout, self._region_address)
-        self._shards = shards  # last: a signal handler may raise anywhere in here, and then all of this is done again
+            self._placer = HostPublisher(manifest, shards, layout, self._region_address, self._write)
+        self._shards = shards
+        self._masters = masters  # last: a signal handler may raise anywhere in here, and then all of this is done again
 
     @contextmanager
     def placing(self, number: int, stop: npt.NDArray[np.int8], deadline: Deadline) -> Iterator[npt.NDArray[np.uint64]]:
@@ -176,7 +192,10 @@ class PublishedShards(Publication):
             DeadlineExceeded: ``deadline`` passed.
         """
         with span("wait"):
-            wait_for_devices(self._shards, deadline)  # for what was queued before, in whatever stream
+            wait_for_devices(self._masters, deadline)  # for what was queued before, in whatever stream
+        if self.quantized is not None:
+            with span("maxima"):
+                self.quantized.exchange(deadline)
         with self.region.placing(number):
             with span("digest" if self.in_place else "copy"):
                 digests = self._placer.place(stop, deadline)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -53,8 +54,10 @@ from weightsync.protocol.round_log import MissedReplicas, log_result
 from weightsync.protocol.worker import received_for
 from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
+from weightsync.tensors.quantization import formats_by_pattern
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.background import Background
+from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
 from weightsync.trainer.trainer_role import Placing, TrainerRole
@@ -95,6 +98,8 @@ class Trainer(Closeable):
     ``new_epoch=True`` on every rank a trainer that continues from an earlier checkpoint may use version numbers again.
     With ``deltas=True`` (or the most bytes that they may take) the words that changed since the version before are listed, and
     replicas that serve that version read only these, before they pause; it takes one more copy of the shards in host memory.
+    ``quantize`` publishes matrices in low precision, each as data and scales under the names of a quantized checkpoint: it maps
+    patterns of names to formats (``{"*_proj.weight": "fp8-block"}``; ``None`` leaves what matches), the same on every rank.
     ``pause_mode``, the same on every rank, is what an update does to running requests: ``"abort"`` ends them with partial output,
     ``"wait"`` lets them finish, ``"keep"`` continues them; it defaults to the coordinator's (``abort``). Close it, or use ``with``.
 
@@ -128,6 +133,7 @@ class Trainer(Closeable):
         restore: Callable[[], object] | None = None,
         seeds: bool = True,
         deltas: bool | int = False,
+        quantize: Mapping[str, str | None] | None = None,
         new_epoch: bool = False,
         pause_mode: PauseMode | None = None,
         timeouts: Timeouts | None = None,
@@ -140,6 +146,10 @@ class Trainer(Closeable):
         if isinstance(state, Stream) and (include_buffers or offload or restore):
             raise ConfigurationError(
                 "a Stream has no buffers to include and nothing to offload: its iterator decides what it brings"
+            )
+        if isinstance(state, Stream) and quantize is not None:
+            raise ConfigurationError(
+                "a Stream brings tensors as they are published: quantize them in its iterator, not by quantize="
             )
         self._origin = Origin()
         self._offload, self._restore = offload, restore
@@ -164,9 +174,10 @@ class Trainer(Closeable):
             if isinstance(state, Stream):
                 self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
             else:
+                ranks = None if quantize is None or self.world_size == 1 else MaximaGroup(self.rank, self.world_size)
                 self._role = TrainerRole(
                     state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
-                    seeds=seeds,
+                    seeds=seeds, ranks=ranks, quantize=None if quantize is None else partial(formats_by_pattern, patterns=quantize),
                 )  # fmt: skip
             owned.callback(self._role.close)
             self._background = Background("weightsync-publish")

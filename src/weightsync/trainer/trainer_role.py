@@ -16,7 +16,9 @@ from weightsync.outcome import Latch
 from weightsync.protocol.messages import Body, DigestUnderKey, Done, Host, Place, Placed
 from weightsync.publishing.published_shards import PublishedShards
 from weightsync.tensors.digest import DigestConstants
+from weightsync.tensors.quantization import ChooseFormats
 from weightsync.tensors.shards import DTypes, ShardedState
+from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.transports.base import LOOPBACK, Network, Transport
 
 _PLACING_SECONDS = 60.0
@@ -64,6 +66,8 @@ class TrainerRole(PublishedShards):
         include_buffers: bool = False,
         deltas: bool | int = False,
         seeds: bool = True,
+        quantize: ChooseFormats | None = None,
+        ranks: MaximaGroup | None = None,
     ) -> None:
         self._seeds = seeds
         self._stop_digest = np.zeros(1, np.int8)
@@ -80,9 +84,12 @@ class TrainerRole(PublishedShards):
         """The highest number that was placed."""
         self._last: tuple[int, Placed] | None = None
         """Call and answer of what the region holds."""
+        self._ranks = ranks
+        """With the other trainer ranks, if weights are quantized."""
         super().__init__(
-            state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas
-        )
+            state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
+            quantize=quantize, all_max=None if ranks is None else ranks.all_max,
+        )  # fmt: skip
 
     @property
     def live(self) -> bool:
@@ -96,6 +103,8 @@ class TrainerRole(PublishedShards):
 
         The answer is set when the copy is complete, so that the trainer may change its memory again.
         """
+        if self._ranks is not None:
+            self._ranks.check()
         self.follow()
         self._armed = placing = Placing(call, number, self._highest)
         self._stop_digest[0] = 1  # a new version must not wait until a digest of the last one is taken
@@ -133,8 +142,18 @@ class TrainerRole(PublishedShards):
             if self._last is not None and (self._last[0], self.region.version) == (body.call, body.number):
                 return self._last[1]  # asked again, by a coordinator that restarted
             self._running = running = Latch()  # before the look at what is armed: disarm() looks in the other order
+            turns = 0 if self._ranks is None else self._ranks.turns
             try:
                 return self._place_armed(self._armed, body, deadline)
+            except BaseException:
+                if (
+                    self._ranks is not None
+                    and self.quantized is not None
+                    and self._ranks.turns == turns
+                    and self.quantized.exchanged
+                ):
+                    self._ranks.give_up(self.quantized.exchanged)
+                raise
             finally:
                 running.set()
 
@@ -183,3 +202,5 @@ class TrainerRole(PublishedShards):
         """Stop serving and free the region. Safe twice."""
         self.disarm()
         super().close()
+        if self._ranks is not None:
+            self._ranks.close()

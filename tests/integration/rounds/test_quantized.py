@@ -1,0 +1,206 @@
+"""Rounds with quantized weights: every format into a module that serves it, from one rank and from two whose shards cut blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.rounds.quantized_ranks import FORMATS, model, values
+from tests.integration.rounds.test_rounds import Joined
+from tests.unit.tensors.quantized_references import NAMES, reference
+from torch import nn
+
+from weightsync.config import ServerSettings
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ConfigurationError, ManifestMismatch
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.stream import Stream
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def server() -> Iterator[BackgroundServer]:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as running:
+        yield running
+
+
+@pytest.fixture
+def joined(server: BackgroundServer) -> Iterator[Joined]:
+    with ExitStack() as owned:
+        yield Joined(server, owned)
+
+
+class Served(nn.Module):
+    """A module that holds tensors of a quantized checkpoint."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            module.register_parameter(leaf, nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+
+
+def quantized(module: nn.Module, formats: dict[str, str], fused: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """What an engine holds of ``module``, by the references."""
+    plain = {name: value.detach() for name, value in module.state_dict().items()}
+    tensors = {name: value for name, value in plain.items() if name not in formats}
+    for name, kind in formats.items():
+        members = [plain[other] for other in (fused if name in fused else (name,))]
+        largest = torch.stack([member.abs().max() for member in members]).max()
+        parts = (name.removesuffix("weight") + part for part in NAMES[kind])
+        tensors |= dict(zip(parts, reference(kind, plain[name], largest), strict=True))
+    return tensors
+
+
+def assert_serves(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    held = dict(module.named_parameters())
+    assert sorted(held) == sorted(expected)
+    for name, value in expected.items():
+        raw = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (held[name], value))
+        assert torch.equal(*raw), name
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_format_arrives_as_its_reference(joined: Joined, name: str, delivery: str) -> None:
+    torch.manual_seed(3)
+    matrix = nn.Linear(256, 150)
+    source = nn.Sequential(matrix, nn.LayerNorm(150)).bfloat16()
+    target = Served(quantized(source, {"0.weight": name}))
+    trainer = joined.trainer(source, quantize={"0.weight": name})
+    joined.engine(ModuleAdapter(target), delivery=delivery, bucket_bytes=4000)
+    for number in (1, 2):
+        with torch.no_grad():
+            matrix.weight.mul_(-1.5 * number)
+        (replica,) = trainer.publish(number, timeout=20).replicas
+        assert (replica.version, replica.delivery, replica.verified) == (number, delivery, "installed")
+        assert_serves(target, quantized(source, {"0.weight": name}))
+
+
+def test_masters_stay_as_they_are_and_move(joined: Joined) -> None:
+    source = nn.Linear(128, 128, bias=False)
+    target = Served(quantized(nn.Linear(128, 128, bias=False).bfloat16(), {"weight": "fp8-block"}))
+    trainer = joined.trainer(source, dtype=torch.bfloat16, quantize={"weight": "fp8-block"})
+    joined.engine(ModuleAdapter(target))
+    for number in (1, 2, 3):
+        source.weight.data = torch.randn(128, 128)
+        before = source.weight.detach().clone()
+        trainer.publish_async(number, timeout=20).result(20)
+        assert torch.equal(source.weight, before)
+        assert_serves(target, _of(before))
+
+
+def _of(masters: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(NAMES["fp8-block"], reference("fp8-block", masters.bfloat16()), strict=True))
+
+
+def test_only_changed_words_of_quantized_weights_move(joined: Joined) -> None:
+    torch.manual_seed(4)
+    source = nn.Linear(256, 256, bias=False).bfloat16()
+    target = Served(quantized(source, {"weight": "fp8-block"}))
+    trainer = joined.trainer(source, deltas=True, quantize={"weight": "fp8-block"})
+    joined.engine(ModuleAdapter(target))
+    trainer.publish(1, timeout=20)
+    with torch.no_grad():
+        source.weight[3, 7] = 0.01
+    (replica,) = trainer.publish(2, timeout=20).replicas
+    assert (replica.base, replica.nbytes < 3000) == (1, True)
+    assert_serves(target, quantized(source, {"weight": "fp8-block"}))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "mxfp4", "int4-group128"])
+def test_inf_fails_the_publication_while_replicas_serve(joined: Joined, name: str) -> None:
+    source = nn.Linear(256, 64, bias=False).bfloat16()
+    target = Served(quantized(source, {"weight": name}))
+    adapter = ModuleAdapter(target)
+    trainer = joined.trainer(source, quantize={"weight": name})
+    joined.engine(adapter)
+    trainer.publish(1, timeout=20)
+    before = quantized(source, {"weight": name})
+    with torch.no_grad():
+        source.weight[5, 5] = float("inf")
+    with pytest.raises(ConfigurationError, match="weight holds Inf or NaN"):
+        trainer.publish(2, timeout=20)
+    with adapter.in_use(timeout=1) as version:
+        assert version is not None
+        assert version.number == 1
+        assert_serves(target, before)
+    with torch.no_grad():
+        source.weight[5, 5] = 1
+    trainer.publish(3, timeout=20)
+    assert_serves(target, quantized(source, {"weight": name}))
+
+
+def test_an_engine_that_holds_another_format_is_refused_by_name(joined: Joined) -> None:
+    source = nn.Linear(256, 64, bias=False).bfloat16()
+    joined.trainer(source, quantize={"weight": "fp8-block"})
+    tensors = quantized(source, {"weight": "fp8-block"}) | {"input_scale": torch.ones(1)}
+    with pytest.raises(ManifestMismatch, match="unexpected: input_scale"):
+        joined.engine(ModuleAdapter(Served(tensors)))
+    with pytest.raises(ManifestMismatch, match="missing: weight_scale_inv"):
+        joined.engine(ModuleAdapter(Served(quantized(source, {"weight": "fp8-channel"}))), replica="other")
+
+
+def test_what_cannot_be_quantized_is_refused_before_it_joins(joined: Joined) -> None:
+    for state, formats, words in (
+        (nn.LayerNorm(8), {"weight": "fp8-block"}, "weight cannot be quantized"),
+        (nn.Linear(8, 8), {"wait": "fp8-block"}, "no tensor is left for the pattern 'wait'"),
+        (Stream(), {"*": "fp8-block"}, "a Stream brings tensors as they are published"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            joined.trainer(state, quantize=formats)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"quantize= needs torch.distributed over the trainer's 2 ranks"):
+        joined.trainer(nn.Linear(8, 8), quantize={"weight": "fp8-block"}, rank=0, world_size=2)
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_whose_shards_cut_blocks(joined: Joined, tmp_path: Path) -> None:
+    whole = model()
+    fused = tuple(name for name in FORMATS if "_proj" in name)
+
+    def expected(number: int) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(values(name, tuple(parameter.shape), number))
+        return quantized(whole, FORMATS, fused)
+
+    target = Served(expected(1))
+    adapter = ModuleAdapter(target)
+    joined.engine(adapter)
+    processes = []
+    with ExitStack() as owned:
+        for rank in range(2):
+            command = [sys.executable, "-m", "tests.integration.rounds.quantized_ranks", str(rank), str(tmp_path / "store")]
+            process = subprocess.Popen(
+                [*command, joined.server.url],
+                cwd=ROOT,
+                env={**os.environ, "WEIGHTSYNC_TOKEN": joined.server.token, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            owned.callback(process.wait, 30)
+            owned.callback(process.communicate, "\n", 30)
+            processes.append(process)
+        outcomes = [json.loads(process.stdout.readline()) for process in processes]  # type: ignore[union-attr]
+        for first, second, third, fourth, fifth in outcomes:
+            assert (first, second, fifth) == ("1", "2", "5")
+            assert "0.weight holds Inf or NaN" in third
+            assert "failed on purpose" in fourth or "gave up this version" in fourth
+        with adapter.in_use() as version:
+            assert version is not None
+            assert version.number == 5
+            assert_serves(target, expected(5))

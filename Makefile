@@ -34,7 +34,7 @@ help: ## this list
 # already; the package index's build on Linux needs CUDA's libraries.
 LOCKED := --no-deps --require-hashes
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray))
+$(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray router))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
@@ -52,6 +52,8 @@ $(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml
 		echo "no build of Playwright for this machine: the status page's tests are skipped" >&2
 	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt -r locks/megatron-bridge.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
+	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/router.txt >&2 2>/dev/null || \
+		echo "no build of sglang-router for this machine: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
 	@touch $@

@@ -13,6 +13,7 @@ file in ``locks``             what it holds
 ``verl.txt``                  ``constraints-verl.txt``: what ``.venv-verl`` holds on top of ``.venv``
 ``areal.txt``                 ``constraints-areal.txt``: what ``.venv-areal`` holds on top of ``.venv``
 ``megatron-bridge.txt``       ``constraints-megatron-bridge.txt``: Megatron-Bridge and mbridge, without their dependencies
+``router.txt``                ``constraints-router.txt``: sglang-router, without its dependencies
 ``openrlhf.txt``              ``constraints-openrlhf.txt``: what ``.venv-openrlhf`` holds on top of ``.venv-vllm`` and ``.venv``
 ``sglang.txt``                ``constraints-sglang.txt``: what ``.venv-sglang`` holds on top of ``.venv``
 ``nemo-rl.txt``               ``constraints-nemo-rl.txt``: what ``.venv-nemo-rl`` holds on top of ``.venv``
@@ -42,8 +43,8 @@ FOLDER = ROOT / "locks"
 _PINS = ROOT / "constraints.txt"
 OPTIONAL = {"atheris": "atheris", "megatron": "megatron-core", "nixl": "nixl-cu13", "playwright": "playwright", "ray": "ray"}
 """Package by file, where a Python or platform may have no build of it."""
-ON_TOP = ("areal", "megatron-bridge", "nemo-rl", "openrlhf", "sglang", "verl")
-"""Frameworks with an environment on top of ``.venv``, and converters that are installed into it without their dependencies."""
+ON_TOP = ("areal", "megatron-bridge", "nemo-rl", "openrlhf", "router", "sglang", "verl")
+"""Frameworks with an environment on top of ``.venv``, and what is installed into it without its dependencies."""
 _BUILD_TOOLS = ("hatchling", "editables")
 _PYTHON = "3.11"
 _VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"

@@ -26,6 +26,9 @@ DEFAULT_PORT = 7400
 _PREFIX = "WEIGHTSYNC_"
 _MAX_TOKEN = 4096
 _HOST = re.compile(r"[A-Za-z0-9._~:%-]{1,255}")
+ROUTED_URL = re.compile(r"https?://[A-Za-z0-9._~:%\[\]-]{1,255}(/[A-Za-z0-9._~%/-]*)?")
+"""URL of a server, without a user, a query or a fragment."""
+_ROUTER = re.compile(rf"(sglang|webhook)\+({ROUTED_URL.pattern})")
 
 SecretKind = Literal["token", "operator", "metrics"]
 """What a secret admits to: ``token``, all that a worker does; ``operator``, that and the operators' actions; ``metrics``, reading
@@ -170,6 +173,9 @@ class RoundSettings(_Checked, frozen=True, kw_only=True):
     """Seconds for a round without a timeout of its own, and the most that any round gets."""
     grace: Seconds = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
+    drain: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
+    """Seconds from the moment at which a replica gets no more requests to its pause, and the most that routers delay a round after
+    it."""
     retry: bool = True
     """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the regions."""
     history: Count = 32
@@ -209,6 +215,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that a round needs to succeed: ``all`` that are known, ``any``, or a number."""
     max_unavailable: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Serving replicas that a round may take out of service at a time; by default all at once."""
+    routers: tuple[str, ...] = ()
+    """Routers that are told which replicas serve a verified version, separated by commas: ``sglang+http://router:30000``,
+    ``webhook+https://...``. Replicas say where they are reached by ``WEIGHTSYNC_REPLICA_URL``."""
+    router_token: Secret | None = None
+    """Secret that routers ask of the coordinator. It is sent to each of them as a bearer token."""
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] | None = None
+    """Seconds for which a replica still serves after routers were told that it will be paused. By default 1 with
+    ``WEIGHTSYNC_ROUTERS``, and 0 without."""
     fan_out: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Replicas that read from one source at a time. The others wait, and read from replicas that were updated before them and serve
     their weights (``WEIGHTSYNC_SERVE_WEIGHTS``). By default all read from the trainer at once."""
@@ -232,6 +246,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigurationError("TLS needs both a certificate and a key: WEIGHTSYNC_TLS_CERTIFICATE and WEIGHTSYNC_TLS_KEY")
+        for router in self.routers:
+            if _ROUTER.fullmatch(router) is None:
+                raise ConfigurationError(
+                    f"WEIGHTSYNC_ROUTERS: {router!r} is no router: write it as sglang+http://host:port or "
+                    "webhook+https://host/path, without a user or a query"
+                )
         given = [secret for secret in (self.token, self.operator_token, self.metrics_token) if secret is not None]
         if len(given) != len(set(given)):
             raise ConfigurationError(
@@ -325,6 +345,7 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
         pause_mode=settings.pause_mode,
         require=settings.require,
         max_unavailable=settings.max_unavailable,
+        drain=float(bool(settings.routers)) if settings.drain_seconds is None else settings.drain_seconds,
         fan_out=settings.fan_out,
         timeout=settings.round_deadline,
         traces=settings.traces,
@@ -411,9 +432,10 @@ def token_source(kind: SecretKind = "token") -> str | None:
 
 
 def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a child that is a worker: without the operator's secret, which no worker may have."""
-    hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_OPERATOR_TOKEN_FILE")
-    return {name: value for name, value in (os.environ if environment is None else environment).items() if name not in hidden}
+    """This process's environment for a child that is a worker: without the secrets of operators and routers, which are not its."""
+    hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_ROUTER_TOKEN")
+    source = os.environ if environment is None else environment
+    return {name: value for name, value in source.items() if name.removesuffix("_FILE") not in hidden}
 
 
 def read_token(path: str, named: str) -> Secret:
@@ -480,6 +502,14 @@ def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, 
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def replica_url(environment: Mapping[str, str] | None = None) -> str:
+    """Where routers reach this engine's replica (``WEIGHTSYNC_REPLICA_URL``); empty if it is not said."""
+    url = ((os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA_URL") or "").rstrip("/")
+    if url and ROUTED_URL.fullmatch(url) is None:
+        raise ConfigurationError(f"WEIGHTSYNC_REPLICA_URL={url!r}: write it as http://host:port, without a user or a query")
+    return url
+
+
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
     """Where this user's running coordinators leave their tokens; may not exist yet. Callers check its owner and mode."""
     source = os.environ if environment is None else environment
@@ -527,7 +557,9 @@ VARIABLES = {
     "WEIGHTSYNC_METRICS_TOKEN_FILE": Variable(
         "coordinator, processes with ``WEIGHTSYNC_METRICS_PORT``", "File with the token that admits to ``/metrics`` only."
     ),
+    "WEIGHTSYNC_ROUTER_TOKEN_FILE": Variable("coordinator", "File with the secret that routers ask for."),
     "WEIGHTSYNC_REPLICA": Variable("engines", "Replica that this process is a rank of.", "vLLM and SGLang: host and process id"),
+    "WEIGHTSYNC_REPLICA_URL": Variable("engines", "URL at which routers reach this replica, told to them by the coordinator."),
     "WEIGHTSYNC_DELIVERY": Variable(
         "vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if the model can be written directly.", "``auto``"
     ),

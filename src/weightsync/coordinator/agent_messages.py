@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import structs
 
+from weightsync.config import ROUTED_URL
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
@@ -101,6 +102,8 @@ def _check_texts(hello: Hello) -> None:
     for text in texts:
         if not text.isprintable():
             raise ProtocolError(f"{hello.name} sent a text that is not printable: {text[:40]!r}")
+    if hello.url and ROUTED_URL.fullmatch(hello.url) is None:
+        raise ProtocolError(f"{hello.name} sent a URL that no router can use: {hello.url[:80]!r}")
     for version in (hello.serving, hello.version):
         if version is None:
             continue

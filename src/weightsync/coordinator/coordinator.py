@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
@@ -32,7 +32,7 @@ from weightsync.coordinator.agreement import PreparingAhead
 from weightsync.coordinator.alerts import alerts_of
 from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.epochs import REMEDY
-from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, RoundEnded
+from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.past_rounds import PastRounds
@@ -64,6 +64,10 @@ _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of startin
 _FAN_OUT_SECONDS = 1.0
 
 
+async def _nobody() -> None:
+    pass
+
+
 class Coordinator:
     """Control side of one run. Call all methods on one event loop; close it with :meth:`aclose`."""
 
@@ -83,6 +87,8 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
+        self.announced: Callable[[], Awaitable[None]] = _nobody
+        """Returns when routers know which replicas serve now; by default there are none."""
         self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)
         self._past = PastRounds(settings.history, settings.traces)
@@ -222,6 +228,7 @@ class Coordinator:
     def _exclude(self, replica: Replica, why: str) -> None:
         """Mark the replica dirty and quarantine it, because it may be generating."""
         replica.become("dirty", error=why)
+        self._feed.emit(ReplicaPhase(self.rounds, replica.name, "quarantine"))
         for link in replica.links.values():
             link.serving = link.prepared = None
         replica.quarantining = self._spawn(quarantine(replica.members(), why, self.settings.grace))
@@ -339,6 +346,7 @@ class Coordinator:
             pause_mode=self._pause_mode,
             keyed=self._keyed,
             planner=self._planner,
+            announced=self.announced,
             readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
             left_out=others,
             step=asked.step,
@@ -494,6 +502,11 @@ class Coordinator:
             trainer_gone=gone,
             alerts=alerts_of(replicas, gone, self._past),
         )
+
+    def routes(self) -> dict[str, tuple[str, Version | None]]:
+        """For each URL of a replica its name, and the version for which it may get requests; ``None`` if it may get none."""
+        replicas = sorted(self._members.replicas.values(), key=lambda replica: replica.routable)  # last: who came back wins
+        return {other.url: (other.name, other.version if other.routable else None) for other in replicas if other.url}
 
     def gauges(self) -> Gauges:
         """Values for metrics."""

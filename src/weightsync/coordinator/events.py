@@ -41,7 +41,7 @@ class RoundStarted(_Event, frozen=True):
 
 
 class ReplicaPhase(_Event, frozen=True):
-    """A replica entered a phase: agree, stage, wait, pause, move, verify, commit, revert, quarantine."""
+    """A replica entered a phase: agree, stage, wait, drain, pause, move, verify, commit, revert, quarantine."""
 
     round: int
     replica: str

@@ -47,6 +47,10 @@ class Replica:
         self.name = name
         self.takes_any = takes_any
         """Whether it takes whatever tensors a stream brings."""
+        self.url = ""
+        """Where routers reach it, as its first rank says; empty if it does not say."""
+        self.draining = False
+        """Whether it serves on, but should get no more requests because it is about to be paused."""
         self.world_size = world_size
         self.manifest = manifest
         self.links: dict[int, RankHandle[EngineRank]] = {}
@@ -96,12 +100,17 @@ class Replica:
     @property
     def routable(self) -> bool:
         """Whether requests may be sent to the replica."""
+        return self.serves and not self.draining
+
+    @property
+    def serves(self) -> bool:
+        """Whether all ranks serve its version."""
         return self.state == "loaded" and self.complete
 
     @property
     def readable(self) -> bool:
-        """Whether others may read its version from it: every rank serves it, to routers and to replicas; no reader refuted it."""
-        serving = self.routable and self.refusal is None and not self.refuted_by
+        """Whether others may read its version from it: every rank serves it, to requests and to replicas; no reader refuted it."""
+        serving = self.serves and self.refusal is None and not self.refuted_by
         return serving and all(link.rank.source is not None for link in self.links.values())
 
     @property
@@ -187,6 +196,7 @@ class Replica:
         if rank.manifest.fingerprint != self.manifest.fingerprint:
             self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
         self.links[hello.rank] = link
+        self.url = next((other.rank.hello.url for other in self.members().values() if other.rank.hello.url), "")
         self._vanished.pop(hello.rank, None)
         self.gone.pop(hello.rank, None)
         self.was_complete |= self.complete

@@ -20,7 +20,7 @@ from weightsync.protocol.messages import Moved, ReplicaResult, RoundResult
 from weightsync.spans import span
 
 _ERROR_BYTES, _ERRORS_BYTES, _LEAST = 4200, 1 << 20, 200
-_PHASES = ("agree", "stage", "wait", "pause", "move", "verify", "commit")
+_PHASES = ("agree", "stage", "wait", "drain", "pause", "move", "verify", "commit")
 
 
 class Report:

@@ -222,7 +222,10 @@ async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.ui
 
 @asynccontextmanager
 async def _availability(context: RoundContext, report: Report) -> AsyncIterator[None]:
-    """Wait until fewer than ``max_unavailable`` replicas are out of service. A replica that is not serving does not wait."""
+    """Wait until fewer than ``max_unavailable`` replicas are out of service, then drain. Who serves nothing does not wait.
+
+    A replica counts until routers know it again: otherwise, with two of them, there would be a moment without any.
+    """
     if report.replica.state != "loaded":
         yield
         return
@@ -232,9 +235,26 @@ async def _availability(context: RoundContext, report: Report) -> AsyncIterator[
     else:
         await context.serving.acquire()
     try:
-        yield
+        async with drained(context, report):
+            yield
+        if context.settings.max_unavailable is not None:
+            await context.announced()
     finally:
         context.serving.release()
+
+
+@asynccontextmanager
+async def drained(context: RoundContext, report: Report) -> AsyncIterator[None]:
+    """Take a replica that serves from routers, and give them the settings' time to stop sending requests, before the block."""
+    replica, seconds = report.replica, context.settings.drain
+    try:
+        if seconds and replica.state == "loaded":
+            replica.draining = True
+            with report.phase("drain"):
+                await bounded("draining", context.deadline, asyncio.sleep(seconds))
+        yield
+    finally:
+        replica.draining = False
 
 
 async def place(context: RoundContext) -> tuple[Placement, float]:

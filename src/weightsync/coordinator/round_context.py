@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -52,6 +52,8 @@ class RoundContext:
     keyed: KeyedDigester
     """What replicas that read from other replicas are compared with."""
     planner: Planner
+    announced: Callable[[], Awaitable[None]]
+    """Returns when routers know which replicas serve now, or after the settings' drain."""
     readable: Sequence[Replica] = ()
     """For seeding, replicas that serve the version and from which others can read it."""
     left_out: Sequence[ReplicaResult] = ()

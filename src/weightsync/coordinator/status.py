@@ -49,7 +49,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``refused`` for a connected replica whose tensors differ from the trainer's, ``left`` for one whose ranks were all closed on
     purpose; else see ``weightsync.coordinator.replicas``."""
     routable: bool
-    """Whether requests may be sent to the replica."""
+    """Whether requests may be sent to the replica. Not while it serves but is about to be paused."""
     version: int | None
     digest: str | None
     staleness: int | None
@@ -75,6 +75,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How ``version`` was verified: ``installed``, ``received``, or empty if this coordinator did not see its update."""
     paused_seconds: float | None = None
     """Pause of the last update; ``None`` before the first one."""
+    url: str = ""
+    """Where routers reach it (``WEIGHTSYNC_REPLICA_URL``)."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

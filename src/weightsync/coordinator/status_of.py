@@ -39,4 +39,5 @@ def replica_status(replica: Replica, publications: Publications) -> ReplicaStatu
         gone=tuple(rank for _, rank in sorted(replica.gone.items())),
         verified=replica.verified if version is not None else "",
         paused_seconds=replica.paused_seconds,
+        url=replica.url,
     )

@@ -28,7 +28,7 @@ from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.report import Report
-from weightsync.coordinator.round import conduct, finish, out_of_service, pause
+from weightsync.coordinator.round import conduct, drained, finish, out_of_service, pause
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
@@ -269,7 +269,7 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
         if not replica.takes_any:
             await _agree(context, flow, report, engines)
             await flow.get(0, context.deadline)
-        async with out_of_service(context, report, engines) as serves:
+        async with drained(context, report), out_of_service(context, report, engines) as serves:
             try:
                 if replica.takes_any:
                     await _agree(context, flow, report, engines)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import get_args
 
 from weightsync.closing import Closeable
-from weightsync.config import ClientSettings, Secret, Timeouts, variable
+from weightsync.config import ClientSettings, Secret, Timeouts, replica_url, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine_role import EngineRole
@@ -108,7 +108,7 @@ class Engine(Closeable):
         self._run, self._session, self._delivery = run, Secret(uuid.uuid4().hex), delivery
         self._host = this_host()
         settings = ClientSettings.load(coordinator=coordinator, token=Secret(token) if token else None, timeouts=timeouts)
-        self._timeouts = settings.timeouts
+        self._timeouts, self._url = settings.timeouts, replica_url()
         with ExitStack() as owned:
             self._role = EngineRole(
                 adapter, transports, self._host, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
@@ -161,7 +161,7 @@ class Engine(Closeable):
             serving=role.session.served_version, takes_any=role.adapter.takes_any,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
-            live=served is not None and served.in_place,
+            live=served is not None and served.in_place, url=self._url,
         )  # fmt: skip
 
     @property

@@ -5,6 +5,7 @@
     rank = DisaggregatedRank(MyAdapter(model))                 # on every engine rank
     updates = WeightUpdates(LocalRanks(rank))                  # in the server's front
     app = Starlette(routes=[*own_routes, *weight_update_routes(updates, Secret(token))])
+    app.add_middleware(VersionedRequests, served=lambda: updates.version)
 
 See ``docs/guides/disaggregated-update.md``.
 """
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from weightsync.external.rank import DisaggregatedRank
     from weightsync.external.ranks import LocalRanks, Ranks
     from weightsync.external.router import weight_update_routes
+    from weightsync.external.versioned_requests import VersionedRequests
     from weightsync.external.weight_updates import Settings, WeightUpdates
 
-__all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
+__all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "VersionedRequests", "WeightUpdates", "weight_update_routes"]
 
 _MODULES = {
     "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates",
-    "WeightUpdates": "weight_updates", "weight_update_routes": "router",
+    "VersionedRequests": "versioned_requests", "WeightUpdates": "weight_updates", "weight_update_routes": "router",
 }  # fmt: skip
 
 

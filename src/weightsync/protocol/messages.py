@@ -218,6 +218,8 @@ class Hello(Message, frozen=True):
     """Number of its staging windows."""
     takes_any: bool = False
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
+    url: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """Where routers reach the replica of this engine rank."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs

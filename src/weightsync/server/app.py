@@ -39,6 +39,7 @@ from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
+from weightsync.server.routers import Routers
 from weightsync.server.snapshots import Snapshot
 
 _HOLDER = "weightsync.holder"
@@ -133,7 +134,10 @@ class Service:
         self._history = RoundHistory(settings.history_directory, coordinator.settings.run)
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
         self._state = Snapshot(lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=release())))
-        self._exposition = Snapshot(lambda: self._metrics.text(coordinator.gauges()))
+        self._routers = Routers(coordinator, settings) if settings.routers else None
+        self._exposition = Snapshot(
+            lambda: self._metrics.text(coordinator.gauges(), {} if self._routers is None else self._routers.settled())
+        )
         uncounted = frozenset([*_UNCOUNTED, *(path for mount in mounts for path in mount.lasting)])
         routes = [
             Route("/healthz", self._health),
@@ -171,6 +175,8 @@ class Service:
         await (
             self._coordinator.aclose()
         )  # before agents go: a replica in the middle of an update can still be ordered to stay paused
+        if self._routers is not None:  # before the agents: routers must not hear that all replicas left
+            await self._routers.aclose()
         await self._agents.aclose(reason)
         await asyncio.wait(self._followers, timeout=self._settings.shutdown_seconds)
         for follower in self._followers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from prometheus_client import Counter, Histogram, Metric, generate_latest
@@ -80,6 +80,7 @@ COORDINATOR_METRICS = (
     Declared(
         "transport_bytes_per_second", "gauge", ("transport",), "Bytes of the last round by the time that they took."
     ),
+    Declared("router_settled", "gauge", ("router",), "1 while the router knows which replicas serve now, otherwise 0."),
     Declared("last_success_timestamp_seconds", "gauge", (), "End of the last successful round; absent before the first."),
 )  # fmt: skip
 
@@ -185,7 +186,7 @@ class CoordinatorMetrics:
         rates = [({"transport": name}, nbytes / seconds) for name, (nbytes, seconds) in traced.reads.items() if seconds > 0]
         self._registry.replace("transport_bytes_per_second", rates)
 
-    def text(self, state: Gauges) -> bytes:
+    def text(self, state: Gauges, routers: Mapping[str, bool] = {}) -> bytes:
         """Return all metrics in Prometheus' text format."""
         registry, replicas = self._registry, state.replicas
         for name, value in (
@@ -194,6 +195,7 @@ class CoordinatorMetrics:
             ("rounds_queued", state.queued),
         ):  # fmt: skip
             registry.set(name, float(value))
+        registry.replace("router_settled", [({"router": name}, float(settled)) for name, settled in routers.items()])
         registry.replace("run_info", [({"run": state.run}, 1.0)])
         counts = Counts(replica.state for replica in replicas)
         registry.replace("replicas", [(_state(name), float(counts[name])) for name in _STATES])

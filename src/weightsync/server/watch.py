@@ -26,8 +26,9 @@ class Watch:
     """Hands every change on until it is closed. A lost connection is made again, and what was missed is looked up once.
 
     ``on_status`` gets the whole status after each event that may have changed it, ``on_pausing`` a replica's name as soon as it is
-    being paused or is in quarantine. If there is no place among the readers of events, it gets the status at each attempt to get
-    one. Without a coordinator nothing is reported, and the last report stays true as far as is known. A wrong token ends it;
+    about to be paused, is being paused, or is in quarantine. If there is no place among the readers of events, it gets the status
+    at each attempt to get one. Without a coordinator nothing is reported, and the last report stays true as far as is known. A
+    wrong token ends it;
     :attr:`ended` then raises :class:`~weightsync.errors.AuthenticationError`.
     """
 
@@ -88,7 +89,7 @@ class Watch:
         with decoding(f"{self._settings.coordinator} sent an invalid event"):
             event = _EVENT.decode(data)
         match event:
-            case ReplicaPhase(replica=name, phase="pause" | "quarantine"):
+            case ReplicaPhase(replica=name, phase="drain" | "pause" | "quarantine"):
                 self._on_pausing(name)
                 self._stale.set()  # a look that is under way may be older than this
             case Left(member=member):

@@ -5,9 +5,13 @@ Needs the environment of ``make sglang-test``. What is stubbed: ``sglang_schedul
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -114,6 +118,31 @@ def test_the_tokenizers_process_takes_labels(served: _Served) -> None:
     plugin._take_labels(None, manager)
     manager._result_dispatcher(msgpack_decode(msgpack_encode(requests_of_sglang().label("run@3"))))
     assert taken == ["run@3"]
+
+
+def test_sglangs_server_checks_the_versions_that_requests_name(served: _Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.managers import tokenizer_manager as theirs
+    from sglang.utils import TypeBasedDispatcher
+
+    from weightsync.engines.sglang import plugin
+
+    source = Path(theirs.__file__).parents[1] / "entrypoints" / "http_server.py"  # imports packages that are not installed here
+    assert re.search(r"^app = FastAPI\($", source.read_text(), re.MULTILINE)
+    app = FastAPI()
+    app.get("/generate")(lambda: "answered")
+    monkeypatch.setitem(sys.modules, plugin.SERVER, SimpleNamespace(app=app))
+    manager = theirs.TokenizerManager.__new__(theirs.TokenizerManager)
+    manager._result_dispatcher = TypeBasedDispatcher([])
+    manager.config_value = {"weight_version": "run@3"}.__getitem__
+    plugin._take_labels(None, manager)
+    with TestClient(app) as client:
+        assert client.get("/generate", headers={"X-Weightsync-Min-Version": "run@4"}).status_code == 409
+        assert client.get("/generate").headers["X-Weightsync-Version"] == "run@3"
+        manager.config_value = {"weight_version": "weightsync:none"}.__getitem__
+        assert client.get("/health/weights").status_code == 503
+        plugin._take_labels(None, manager)  # a server that has started cannot get it any more, and starts all the same
 
 
 @pytest.mark.parametrize("mode", get_args(PauseMode))

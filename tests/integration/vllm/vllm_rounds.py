@@ -175,6 +175,23 @@ class Server:
     def label(self) -> str | None:
         return str(self.http.get("/weight_info").json()["weight_version"])
 
+    def named(self, label: str) -> dict[str, Any]:
+        """Status codes of requests that name versions, the version that an answer names, and what the readiness route says."""
+        run, _, number = label.rpartition("@")
+        wish = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        asked = {
+            "later": ("Min-Version", int(number) + 1), "least": ("Min-Version", int(number)),
+            "exact": ("Version", int(number)), "earlier": ("Version", int(number) - 1),
+        }  # fmt: skip
+        answers = {
+            name: self.http.post("/v1/completions", json=wish, headers={f"X-Weightsync-{header}": f"{run}@{wanted}"})
+            for name, (header, wanted) in asked.items()
+        }
+        ready = self.http.get("/health/weights")
+        return {name: answer.status_code for name, answer in answers.items()} | {
+            "answered": answers["least"].headers.get("X-Weightsync-Version"), "ready": [ready.status_code, ready.json()["version"]],
+        }  # fmt: skip
+
     def fail_next_load(self) -> None:
         self.http.post("/collective_rpc", json={"method": "fail_next_load"}).raise_for_status()
 
@@ -324,6 +341,8 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
                     except RoundFailed as error:
                         entry["failed"] = str(error)
                         entry["label"] = None if kind == "offline" else vllm.label()
+                        if isinstance(vllm, Server) and kind == "server-env":
+                            entry["ready"] = vllm.http.get("/health/weights").status_code
                     number = 33
                     change(model, number)
                 result = trainer.publish(number, timeout=60)
@@ -335,6 +354,8 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
                     "equal": answers == expected(model), "cached_after": cached, "phases": replica.phases, "parts": replica.parts,
                     "nbytes": replica.nbytes, "why": replica.delivery_reason, "model": trainer._role.manifest.nbytes,
                 }  # fmt: skip
+                if isinstance(vllm, Server) and kind == "server-env":
+                    entry["named"] = vllm.named(str(result.version))
                 seen["versions"].append(entry)
     return seen
 

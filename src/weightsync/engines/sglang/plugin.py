@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from weightsync.config import variable
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.errors import ConfigurationError
+from weightsync.external.versioned_requests import VersionedRequests
 from weightsync.releases import check_interface
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+SERVER = "sglang.srt.entrypoints.http_server"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 _log = logging.getLogger(__name__)
@@ -82,7 +85,7 @@ def _pulled(result: list[object] | None, receiver: Any) -> None:  # noqa: ANN401
 
 
 def _take_labels(result: None, manager: Any) -> None:  # noqa: ANN401 - SGLang's TokenizerManager
-    """Let the tokenizer's process, which answers ``/model_info``, take the labels that rank 0 sends."""
+    """Let the tokenizer's process, which answers requests, take the labels that rank 0 sends, and check what requests name."""
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
     from sglang.utils import TypeBasedDispatcher
 
@@ -90,6 +93,9 @@ def _take_labels(result: None, manager: Any) -> None:  # noqa: ANN401 - SGLang's
         manager._update_weight_version_if_provided(request.new_version)
 
     manager._result_dispatcher += TypeBasedDispatcher([(UpdateWeightVersionReqInput, take)])
+    server = sys.modules.get(SERVER)  # not in the other processes, nor around an Engine without HTTP
+    if server is not None and server.app.middleware_stack is None:  # several tokenizers, which no label reaches, start after it
+        server.app.add_middleware(VersionedRequests, served=lambda: manager.config_value("weight_version"))
 
 
 def _tokenizer_takes_labels(scheduler: Any) -> bool:  # noqa: ANN401 - SGLang's

@@ -5,6 +5,7 @@
 * ``AsyncLLM`` (also used by the HTTP server) and ``LLMEngine`` (used by ``vllm.LLM``) join the coordinator when they are made, and
   an ``LLMEngine`` blocks rounds while it has requests. This needs ``WEIGHTSYNC_COORDINATOR`` when vLLM loads its plugins. Only the
   process that owns an engine can pause it, and vLLM has no hook for that process.
+* The HTTP server of such an ``AsyncLLM`` checks the versions that requests name (:mod:`~weightsync.engines.vllm.versioned_server`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from weightsync.engines.vllm import BACKEND
 from weightsync.engines.vllm.attaching import attach, attach_async
 from weightsync.engines.vllm.awaiting import coordinator_answers
 from weightsync.engines.vllm.controls import INSTALL
+from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
@@ -167,9 +169,11 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         except RuntimeError:
             _log.error("weightsync: an AsyncLLM made outside an event loop cannot join automatically: await attach_async(engine)")
             return
+        add_to_servers()
         setattr(self, _OWN, loop.create_task(join(weakref.ref(self)), name="weightsync-join"))
 
     kind.__init__ = init
+    keep_label(kind)
 
 
 def follow_engines() -> None:

@@ -1,0 +1,144 @@
+"""Requests that name a version: ASGI middleware for an engine's server, with a readiness route. It never reads a body."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightsync.errors import VersionError, readable
+from weightsync.model import Version, parse_label
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEALTH_PATH = "/health/weights"
+_EXACT, _LEAST = b"x-weightsync-version", b"x-weightsync-min-version"
+_MEMBERS = {"weightsync": _EXACT, "weightsync-min": _LEAST}
+"""The same in ``tracestate``, which routers pass on that drop headers they do not know (sglang-router does)."""
+_LABEL = re.compile(r"[!-~]{1,250}@[0-9]{1,18}")
+_NONE = "no verified version: none has arrived, one is being installed, or the last update failed"
+
+
+class _Wanted(NamedTuple):
+    """Demands of one request. A label satisfies all of them or the request is refused."""
+
+    exact: tuple[str, ...]
+    least: tuple[str, ...]
+
+    def allows(self, label: str | None) -> bool:
+        """Whether the version ``label`` may answer."""
+        have = None if label is None else parse_label(label)
+        if have is None:
+            return not (self.exact or self.least)
+        wanted = [(parse_label(text), text in self.exact) for text in (*self.exact, *self.least)]
+        return all(want and want[0] == have[0] and (want == have if exact else want[1:] <= have[1:]) for want, exact in wanted)
+
+
+class VersionedRequests:
+    """Middleware that refuses requests which name another version than the one that would answer, and says which one answered.
+
+    ``X-Weightsync-Version: run@7`` asks for this version, ``X-Weightsync-Min-Version: run@7`` for this or a later one of the run.
+    Otherwise the answer is 409 with the version that the server has, before the engine sees the request; a malformed name is 400.
+    Every answer has ``X-Weightsync-Version`` with what was served when the request came and when its answer began. A request for
+    exactly one version that an update overtakes is refused with 409, or cut off if its answer has begun. ``GET /health/weights``
+    is 200 while a verified version is served, and 503 otherwise.
+
+    Args:
+        app: The server's application.
+        served: Returns the version that is served now, or its label; ``None`` from a pause to the end of the update.
+    """
+
+    def __init__(self, app: ASGIApp, served: Callable[[], Version | str | None]) -> None:
+        self._app, self._served = app, served
+
+    def _label(self) -> str | None:
+        label = str(self._served() or "")
+        return label if _LABEL.fullmatch(label) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the readiness route and what is refused. Pass on everything else."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        label = self._label()
+        if scope["type"] == "http" and scope["path"] == HEALTH_PATH:
+            status = HTTPStatus.SERVICE_UNAVAILABLE if label is None else HTTPStatus.OK
+            await _answer(send, scope, status, {"version": label, **({"error": _NONE} if label is None else {})}, label)
+            return
+        try:
+            wanted = _wanted(scope["headers"])
+        except VersionError as error:
+            await _answer(send, scope, HTTPStatus.BAD_REQUEST, _error(HTTPStatus.BAD_REQUEST, str(error), label), label)
+            return
+        if not wanted.allows(label):
+            await _refuse(send, scope, wanted, label)
+            return
+        await self._app(scope, receive, self._watched(send, scope, wanted, label))
+
+    def _watched(self, send: Send, scope: Scope, wanted: _Wanted, label: str | None) -> Send:
+        """Add the version to the answer. If exactly one is wanted, let nothing out that another one may have generated."""
+        begun, refused = False, False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun, refused
+            if refused:
+                return
+            now = self._label()
+            if wanted.exact and not wanted.allows(now):
+                if begun:
+                    raise VersionError(f"the answer was cut off: it must be of {', '.join(wanted.exact)}, and an update has begun")
+                refused = True
+                await _refuse(send, scope, wanted, now)
+                return
+            begun = True
+            if message["type"] in ("http.response.start", "websocket.accept"):
+                headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != _EXACT]
+                known = ", ".join(dict.fromkeys(filter(None, (label, now))))
+                message = {**message, "headers": [*headers, (_EXACT, known.encode())] if known else headers}
+            await send(message)
+
+        return watched
+
+
+def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Wanted:
+    """Raises ``VersionError`` for a name that is no version."""
+    found: dict[bytes, list[str]] = {_EXACT: [], _LEAST: []}
+    for name, value in _named(headers):
+        text = value.strip(b" \t").decode("latin-1")
+        if _LABEL.fullmatch(text) is None:
+            raise VersionError(f"{readable(text, 80)!r} in {name.decode()} is no version: write it as run@7")
+        found[name].append(text)
+    return _Wanted(tuple(found[_EXACT]), tuple(found[_LEAST]))
+
+
+def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    for name, value in headers:
+        if name in (_EXACT, _LEAST):
+            yield name, value
+        elif name == b"tracestate":
+            for member in value.split(b","):
+                key, _, text = member.strip().partition(b"=")
+                if (meant := _MEMBERS.get(key.decode("latin-1"))) is not None:
+                    yield meant, text
+
+
+async def _refuse(send: Send, scope: Scope, wanted: _Wanted, label: str | None) -> None:
+    demands = [*wanted.exact, *(f"{text} or later" for text in wanted.least)]
+    message = f"the request asks for {' and '.join(demands)}, and this server has {label or _NONE}"
+    await _answer(send, scope, HTTPStatus.CONFLICT, _error(HTTPStatus.CONFLICT, message, label), label)
+
+
+def _error(status: HTTPStatus, message: str, label: str | None) -> dict[str, object]:
+    """The body of a refusal, as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": "VersionError", "param": None, "code": int(status)}, "version": label}
+
+
+async def _answer(send: Send, scope: Scope, status: HTTPStatus, body: dict[str, object], label: str | None) -> None:
+    prefix, content = "websocket." if scope["type"] == "websocket" else "", json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+    headers += [(b"content-length", str(len(content)).encode())] + ([(_EXACT, label.encode())] if label else [])
+    await send({"type": f"{prefix}http.response.start", "status": int(status), "headers": headers})
+    await send({"type": f"{prefix}http.response.body", "body": b"" if scope.get("method") == "HEAD" else content})

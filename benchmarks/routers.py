@@ -1,7 +1,7 @@
 """Rolling updates of replicas behind sglang-router, under load: requests that failed, and answers older than they may be.
 
 ``python -m benchmarks.routers [--replicas N] [--versions N] [--drain SECONDS] [--mode MODE] [--json]``. The router is a real
-process (``pip install --no-deps sglang-router==0.3.2``); coordinator, rounds and middleware are real too. Replicas are stand-ins that
+process (``pip install --no-deps sglang-router==0.3.2``); so are coordinator, rounds and middleware. Replicas are stand-ins that
 need 40 ms for four tokens, each token the version that is in the weights at that moment. A pause aborts running requests, which
 then fail, or waits for them, and requests that come in the pause wait until its end, as in vLLM. Every request names the version
 that was published last as its minimum.
@@ -93,8 +93,9 @@ class Replica(ModuleAdapter):
     """A stand-in for an engine with its HTTP server. Its only parameter is filled with the number of its version."""
 
     def __init__(self, port: int) -> None:
-        self.module = torch.nn.Linear(8, 8, bias=False)
-        super().__init__(self.module)
+        layer = torch.nn.Linear(8, 8, bias=False)
+        super().__init__(layer)
+        self._weight = layer.weight
         self.url, self.port = f"http://127.0.0.1:{port}", port
         self._state = threading.Condition()
         self._paused, self._pauses, self._running = False, 0, 0
@@ -127,7 +128,7 @@ class Replica(ModuleAdapter):
                 for _ in range(_TOKENS):
                     if self._pauses != pauses:
                         return JSONResponse({"error": "aborted"}, 500)
-                    tokens.append(int(self.module.weight[0, 0]))
+                    tokens.append(int(self._weight[0, 0]))
                     await asyncio.sleep(_TOKEN_SECONDS)
                 return JSONResponse({"text": "", "tokens": tokens})
             finally:
@@ -163,8 +164,9 @@ class Replica(ModuleAdapter):
 def sglang_router(port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """A real sglang-router without workers, on loopback. ``flags`` are its own."""
     command = [
-        sys.executable, "-c", _ROUTER, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error",
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1", *flags,
+        sys.executable, "-c", _ROUTER, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
+        "--log-level", "error", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port()),
+        "--worker-startup-check-interval", "1", *flags,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

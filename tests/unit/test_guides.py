@@ -250,7 +250,8 @@ def test_operations_guide_names_options_and_settings_that_exist() -> None:
     known = {config.variable_of(kind, field.name) for kind in kinds for field in msgspec.structs.fields(kind)}
     assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", page)) <= known | {"WEIGHTSYNC_TOKEN_FILE"}
     options = " ".join(
-        CliRunner().invoke(cli, [command, "--help"]).output for command in ("serve", "status", "token", "rounds", "trace")
+        CliRunner().invoke(cli, [command, "--help"]).output
+        for command in ("serve", "status", "replicas", "token", "rounds", "trace")
     )
     assert {option for option in re.findall(r"`[^`\n]*(--[a-z][a-z-]+)", page) if option not in options} == set()
 

@@ -227,6 +227,43 @@ def status(
     show_status(client_settings(coordinator, token_file, ca_file), as_json=json, watch=watch)
 
 
+@app.command(cls=Command)
+def replicas(
+    wait: Annotated[
+        str | None,
+        typer.Option("--wait", metavar="VERSION", help="Wait until replicas serve this version (`run@7`) or a later one."),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, metavar="COUNT", help="How many replicas must serve it; by default all that are known.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait, in seconds.")] = 600.0,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    json: Json = False,
+) -> None:
+    """List which version each replica serves, or wait until they serve one.
+
+    ```
+    weightsync replicas
+    weightsync replicas --wait run-1a2b@7 --timeout 60 && start-evaluation
+    weightsync replicas --wait run-1a2b@7 --count 2 --json
+    ```
+
+    The exit status is 0 if they serve it, 1 if the time has passed (the message says what each of the others does), 2 for a version
+    of another run, and 3 if no coordinator answered.
+    """
+    from weightsync.cli.replicas import list_replicas, wait_until_served
+
+    if not timeout > 0:
+        raise typer.BadParameter("--timeout must be more than 0 seconds")
+    settings = client_settings(coordinator, token_file, ca_file)
+    if wait is None:
+        list_replicas(settings, as_json=json)
+    else:
+        wait_until_served(settings, wait, count, timeout, as_json=json)
+
+
 @app.command("round", cls=Command)
 def run_round(
     replica: Annotated[

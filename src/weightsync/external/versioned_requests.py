@@ -22,7 +22,7 @@ _LABEL = re.compile(r"[!-~]{1,250}@[0-9]{1,18}")
 _NONE = "no verified version: none has arrived, one is being installed, or the last update failed"
 
 
-class _Wanted(NamedTuple):
+class _Demands(NamedTuple):
     """Demands of one request. A label satisfies all of them or the request is refused."""
 
     exact: tuple[str, ...]
@@ -78,7 +78,7 @@ class VersionedRequests:
             return
         await self._app(scope, receive, self._watched(send, scope, wanted, label))
 
-    def _watched(self, send: Send, scope: Scope, wanted: _Wanted, label: str | None) -> Send:
+    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None) -> Send:
         """Add the version to the answer. If exactly one is wanted, let nothing out that another one may have generated."""
         begun, refused = False, False
 
@@ -103,15 +103,15 @@ class VersionedRequests:
         return watched
 
 
-def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Wanted:
+def _wanted(headers: Iterable[tuple[bytes, bytes]]) -> _Demands:
     """Raises ``VersionError`` for a name that is no version."""
-    found: dict[bytes, list[str]] = {_EXACT: [], _LEAST: []}
+    demands: dict[bytes, list[str]] = {_EXACT: [], _LEAST: []}
     for name, value in _named(headers):
         text = value.strip(b" \t").decode("latin-1")
         if _LABEL.fullmatch(text) is None:
             raise VersionError(f"{readable(text, 80)!r} in {name.decode()} is no version: write it as run@7")
-        found[name].append(text)
-    return _Wanted(tuple(found[_EXACT]), tuple(found[_LEAST]))
+        demands[name].append(text)
+    return _Demands(tuple(demands[_EXACT]), tuple(demands[_LEAST]))
 
 
 def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
@@ -125,7 +125,7 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, byte
                     yield meant, text
 
 
-async def _refuse(send: Send, scope: Scope, wanted: _Wanted, label: str | None) -> None:
+async def _refuse(send: Send, scope: Scope, wanted: _Demands, label: str | None) -> None:
     demands = [*wanted.exact, *(f"{text} or later" for text in wanted.least)]
     message = f"the request asks for {' and '.join(demands)}, and this server has {label or _NONE}"
     await _answer(send, scope, HTTPStatus.CONFLICT, _error(HTTPStatus.CONFLICT, message, label), label)

@@ -205,7 +205,6 @@ class Hello(Message, frozen=True):
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
     """Epoch in which this trainer rank publishes; 0 until the first :class:`Place` has set it."""
     new_epoch: bool = False
-    """Whether the trainer was created with ``new_epoch=True``."""
     count: _Count = 0
     """Publications that this trainer process has begun, for one that joins later."""
     version: Version | None = None
@@ -213,9 +212,8 @@ class Hello(Message, frozen=True):
     credential: _Name = ""
     """From the last :class:`Welcome`. Needed to reconnect before the coordinator has seen the old connection end."""
     window_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
-    """Of a trainer rank that publishes streams: bytes of one of its staging windows. Its manifest and layout hold no tensor."""
+    """Of a trainer rank that publishes streams: bytes of each of its staging windows. Its manifest and layout hold no tensor."""
     windows: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Number of its staging windows."""
     takes_any: bool = False
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
     url: Annotated[str, msgspec.Meta(max_length=1000)] = ""

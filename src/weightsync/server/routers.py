@@ -42,7 +42,7 @@ class Router(Protocol):
         ...
 
 
-class _Http:
+class _RouterHttp:
     """One HTTP server that is told something."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, run: str) -> None:
@@ -63,17 +63,17 @@ class _Http:
         return bytes(answer)
 
 
-class _Worker(msgspec.Struct):
+class _ListedWorker(msgspec.Struct):
     id: str
     url: str
     is_healthy: bool
 
 
 class _Workers(msgspec.Struct):
-    workers: list[_Worker]
+    workers: list[_ListedWorker]
 
 
-class _Sglang(_Http):
+class _Sglang(_RouterHttp):
     """sglang-router: serving replicas are its workers. Workers that the coordinator does not know are left as they are."""
 
     async def tell(self, routes: Routes) -> bool:
@@ -90,7 +90,7 @@ class _Sglang(_Http):
         return not stale and all(url in workers and workers[url].is_healthy for url in serving)
 
 
-class _Webhook(_Http):
+class _Webhook(_RouterHttp):
     """Anything that takes the list of known replicas in one request. What is not in it is to be left as it is."""
 
     async def tell(self, routes: Routes) -> bool:
@@ -106,7 +106,7 @@ class _Webhook(_Http):
 _KINDS: dict[str, type[_Sglang] | type[_Webhook]] = {"sglang": _Sglang, "webhook": _Webhook}
 
 
-class _Told:
+class _ToldRouter:
     """A router, and whether it knows the newest state."""
 
     def __init__(self, name: str, router: Router) -> None:
@@ -141,8 +141,8 @@ class Routers:
         self._told = []
         for name in settings.routers:
             kind, _, url = name.partition("+")
-            self._told.append(_Told(name, _KINDS[kind](self._client, url.rstrip("/"), coordinator.settings.run)))
-        self._tasks = [asyncio.ensure_future(self._follow()), *(asyncio.ensure_future(self._keep(told)) for told in self._told)]
+            self._told.append(_ToldRouter(name, _KINDS[kind](self._client, url.rstrip("/"), coordinator.settings.run)))
+        self._tasks = [asyncio.ensure_future(self._follow()), *(asyncio.ensure_future(self._keep(entry)) for entry in self._told)]
         coordinator.announced = self.announced
         if self._told and coordinator.settings.max_unavailable is None:
             _log.warning(
@@ -151,46 +151,46 @@ class Routers:
 
     def settled(self) -> dict[str, bool]:
         """For each router, whether it knows the newest state."""
-        return {told.name: told.settled.is_set() for told in self._told}
+        return {entry.name: entry.settled.is_set() for entry in self._told}
 
     async def announced(self) -> None:
         """Return when every router knows the state of now, or after the drain's time."""
         self._stale()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain):
-                for told in self._told:
-                    await told.settled.wait()
+                for entry in self._told:
+                    await entry.settled.wait()
 
     def _stale(self) -> None:
-        for told in self._told:
-            told.stale()
+        for entry in self._told:
+            entry.stale()
 
     async def _follow(self) -> None:
         async for event in self._coordinator.subscribe():
             if not isinstance(event, ReplicaBytes):
                 self._stale()
 
-    async def _keep(self, told: _Told) -> None:
+    async def _keep(self, entry: _ToldRouter) -> None:
         again = Backoff(0.02, 1.0)
         while True:
-            told.changed.clear()
+            entry.changed.clear()
             try:
                 async with asyncio.timeout(_ATTEMPT_SECONDS):
-                    done = await told.router.tell(self._coordinator.routes())
+                    done = await entry.router.tell(self._coordinator.routes())
             except TimeoutError:
-                told.failed(f"no answer within {_ATTEMPT_SECONDS:g} s")
+                entry.failed(f"no answer within {_ATTEMPT_SECONDS:g} s")
             except Exception as error:  # noqa: BLE001 - logged: whatever a router does, it must be told again
-                told.failed(reason(error))
+                entry.failed(reason(error))
             else:
-                told.answered()
-                if done and not told.changed.is_set():
-                    told.settled.set()
+                entry.answered()
+                if done and not entry.changed.is_set():
+                    entry.settled.set()
                     again.reset()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._heartbeat):
-                            await told.changed.wait()
+                            await entry.changed.wait()
                     continue
-            told.settled.clear()
+            entry.settled.clear()
             # Not a poll: this is a router being told again, less and less often, while it is not where it should be.
             await again.rest()
 

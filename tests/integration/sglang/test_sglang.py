@@ -16,6 +16,10 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
 from tests.integration.sglang.sglang_scheduler import (
     WITHOUT_SGLANG,
     RunningScheduler,
@@ -120,9 +124,8 @@ def test_the_tokenizers_process_takes_labels(served: _Served) -> None:
     assert taken == ["run@3"]
 
 
-def test_sglangs_server_checks_the_versions_that_requests_name(served: _Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
+def test_sglangs_server_checks_the_versions_that_requests_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_stubs()
     from sglang.srt.managers import tokenizer_manager as theirs
     from sglang.utils import TypeBasedDispatcher
 
@@ -130,8 +133,7 @@ def test_sglangs_server_checks_the_versions_that_requests_name(served: _Served, 
 
     source = Path(theirs.__file__).parents[1] / "entrypoints" / "http_server.py"  # imports packages that are not installed here
     assert re.search(r"^app = FastAPI\($", source.read_text(), re.MULTILINE)
-    app = FastAPI()
-    app.get("/generate")(lambda: "answered")
+    app = Starlette(routes=[Route("/generate", lambda request: Response("answered"))])
     monkeypatch.setitem(sys.modules, plugin.SERVER, SimpleNamespace(app=app))
     manager = theirs.TokenizerManager.__new__(theirs.TokenizerManager)
     manager._result_dispatcher = TypeBasedDispatcher([])

@@ -32,7 +32,7 @@ from weightsync.protocol.tokens import Secrets
 from weightsync.releases import releases_tested
 from weightsync.server.server import BackgroundServer
 
-COMMANDS = ["serve", "status", "round", "revoke", "token", "doctor", "bench", "plan", "push"]
+COMMANDS = ["serve", "status", "replicas", "round", "revoke", "token", "doctor", "bench", "plan", "push"]
 
 
 @pytest.fixture(autouse=True)
@@ -386,3 +386,51 @@ def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")
     assert "no such thing here" in finding.value
+
+
+def published(server: BackgroundServer, number: int) -> tuple[threading.Thread, threading.Event]:
+    """Publish after half a second, from ranks that stay until the event is set."""
+    settings, ended = ClientSettings(coordinator=server.address), threading.Event()
+
+    def work() -> None:
+        ended.wait(0.5)
+        with joined(settings, trainer_hello()) as trainer, joined(settings, engine_hello()):
+            trainer.link.call(Publish(number), 10.0)
+            ended.wait(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, ended
+
+
+def test_replicas_waits_until_the_version_is_served(server: BackgroundServer) -> None:
+    publishing, ended = published(server, 7)
+    try:
+        done = run("replicas", "--wait", "run@6", "--timeout", "20", "-c", server.url, "--json")  # a later version counts
+        assert done.exit_code == 0, done.output
+        [replica] = json.loads(done.stdout)
+        assert (replica["name"], replica["version"]) == ("replica", 7)
+        assert "run@7" in run("replicas", "-c", server.url).stdout
+        late = run("replicas", "--wait", "run@8", "--timeout", "3", "-c", server.url)
+        assert late.exit_code == EXIT_FAILED
+        assert "0 of 1 replicas serve run@8 after 3 s. The others: replica is serving with version 7" in late.stderr
+        few = run("replicas", "--wait", "run@7", "--count", "2", "--timeout", "3", "-c", server.url)
+        assert few.exit_code == EXIT_FAILED
+        assert "1 of 1 replicas serve run@7 after 3 s. The others: no other replica has joined" in few.stderr
+    finally:
+        ended.set()
+        publishing.join()
+
+
+def test_replicas_refuses_what_can_never_be_served(server: BackgroundServer) -> None:
+    for label, why in (("7", "write it as run@7"), ("other@7", "is of run other, and this coordinator's run is run")):
+        done = run("replicas", "--wait", label, "--timeout", "20", "-c", server.url)
+        assert (done.exit_code, why in done.stderr) == (EXIT_CONFIGURATION, True), done.stderr
+    assert run("replicas", "--wait", "run@7", "--timeout", "0", "-c", server.url).exit_code == EXIT_CONFIGURATION
+
+
+def test_replicas_without_a_coordinator_ends_at_its_deadline() -> None:
+    began = time.monotonic()
+    done = run("replicas", "--wait", "run@7", "--timeout", "1", "-c", "http://127.0.0.1:1")
+    assert done.exit_code == EXIT_UNREACHABLE
+    assert time.monotonic() - began < 10

@@ -58,6 +58,7 @@ def test_exactly_the_declared_metrics_are_exposed() -> None:
         "party",
         "phase",
         "protocol",
+        "router",
         "rank",
         "reason",
         "replica",

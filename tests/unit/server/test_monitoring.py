@@ -45,7 +45,7 @@ def test_the_dashboard_shows_every_kind_of_metric_and_reads_one_source() -> None
     left_out = [m.name for m in COORDINATOR_METRICS if f"weightsync_{m.name}" not in shown]
     assert {name for name in left_out if not name.endswith("_info")} == {
         "published_epoch", "trainer_ranks", "replica_state", "replica_state_since_timestamp_seconds",
-        "round_running",
+        "round_running", "router_settled",
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def promtool(*arguments: str, text: str | None = None) -> str:
 
 
 def test_prometheus_accepts_the_rules() -> None:
-    assert "SUCCESS: 9 rules found" in promtool("check", "rules", str(RULES))
+    assert "SUCCESS: 10 rules found" in promtool("check", "rules", str(RULES))
 
 
 def test_prometheus_accepts_the_scrape_configuration(tmp_path: Path) -> None:

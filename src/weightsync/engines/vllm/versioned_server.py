@@ -35,7 +35,7 @@ def keep_label(kind: Any) -> None:  # noqa: ANN401 - vLLM's class AsyncLLM
 def add_to_servers() -> None:
     """Put the middleware around every HTTP server that this process builds from now on. Idempotent."""
     for name in _BUILDERS:
-        module = sys.modules.get(name)
+        module: Any = sys.modules.get(name)
         build, spec = getattr(module, "build_app", None), getattr(module, "__spec__", None)
         if build is not None and spec is not None and spec.name.startswith("vllm.") and not hasattr(build, _LABEL):
             module.build_app = _with_versions(build)

@@ -239,6 +239,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     (``$XDG_STATE_HOME``, else ``~/.local/state``)."""
     otel: Literal["on", "off"] = "off"
     """Whether rounds are exported as OpenTelemetry traces, with the extra ``[otel]`` and the standard ``OTEL_`` variables."""
+    store: str | None = None
+    """Where the coordinator looks, when it starts, for the newest version of the run: a folder, or ``s3://bucket/prefix``."""
+    store_key: Secret | None = None
+    """The private key that signs the run's stored versions. By default it is made once for a run, and kept in the state folder."""
     mounts: tuple[str, ...] = ()
     """Names of routes to add to the coordinator's own (``rollouts``); see :mod:`weightsync.server.mounts`."""
     limits: Limits = Limits()
@@ -299,6 +303,8 @@ class Timeouts(_Checked, frozen=True, kw_only=True):
     """Seconds that ``Trainer.wait_for_replicas`` waits."""
     version: Seconds = 600.0
     """Seconds that ``Engine.wait_for_version`` waits."""
+    store: Seconds = 300.0
+    """Seconds that a version may take from a rank's objects in the store to its manifest. ``Trainer.close`` waits as long."""
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,6 +327,13 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engine ranks let other replicas read the version that they serve, where ``Engine(serve_weights=)`` is not given."""
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
+    store: str | None = None
+    """Where trainer ranks store every version, and engine ranks read stored ones: a folder, or ``s3://bucket/prefix``. An engine
+    rank that has none reads where the coordinator says."""
+    store_every: Count = 16
+    """A stored version is a whole key frame at least every so many versions; the others may be deltas."""
+    store_keep: Count | None = None
+    """Versions that the trainer leaves in the store, the newest ones; by default all."""
     metrics_port: Port | None = None
     """Port on loopback where the process of rank 0 serves its metrics, with the token or ``WEIGHTSYNC_METRICS_TOKEN``. The process
     of rank N takes the port N above it; 0 takes a free one. By default no metrics are served."""
@@ -432,8 +445,8 @@ def token_source(kind: SecretKind = "token") -> str | None:
 
 
 def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a child that is a worker: without the secrets of operators and routers, which are not its."""
-    hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_ROUTER_TOKEN")
+    """This process's environment for a child that is a worker: without the secrets that are not its."""
+    hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_ROUTER_TOKEN", "WEIGHTSYNC_STORE_KEY")
     source = os.environ if environment is None else environment
     return {name: value for name, value in source.items() if name.removesuffix("_FILE") not in hidden}
 
@@ -558,6 +571,8 @@ VARIABLES = {
         "coordinator, processes with ``WEIGHTSYNC_METRICS_PORT``", "File with the token that admits to ``/metrics`` only."
     ),
     "WEIGHTSYNC_ROUTER_TOKEN_FILE": Variable("coordinator", "File with the secret that routers ask for."),
+    "WEIGHTSYNC_STORE_KEY_FILE": Variable("coordinator", "File with the private key that signs the run's stored versions."),
+    "WEIGHTSYNC_STORE_PUBLIC_KEY": Variable("``weightsync store``", "The run's public key, as ``weightsync store key`` prints it."),
     "WEIGHTSYNC_REPLICA": Variable("engines", "Replica that this process is a rank of.", "vLLM and SGLang: host and process id"),
     "WEIGHTSYNC_REPLICA_URL": Variable("engines", "URL at which routers reach this replica, told to them by the coordinator."),
     "WEIGHTSYNC_DELIVERY": Variable(

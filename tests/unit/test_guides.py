@@ -267,3 +267,8 @@ def test_streams_guide_hands_every_tensor_to_the_loader() -> None:
     finally:
         guide["receiver"].close()
         guide["trainer"].close()
+
+
+def test_store_guide_stores_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_STORE", "the guide sets it")
+    assert _run("guides/store.md")["tensors"] == {"weight", "bias"}

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from tools import reference
 
-from weightsync.protocol import messages, update_messages
+from weightsync.protocol import messages, store_messages, update_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weightsync"
@@ -73,7 +73,8 @@ def test_the_protocol_page_names_every_message_and_only_its_fields() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
     wrong = []
     for name, fields in re.findall(r"\b([A-Z]\w+)\(([a-z_, ]*)\)", page):
-        known = getattr(getattr(messages, name, None) or getattr(update_messages, name, None), "__struct_fields__", ())
+        kind = next(filter(None, (getattr(module, name, None) for module in (messages, store_messages, update_messages))), None)
+        known = getattr(kind, "__struct_fields__", ())
         if not set(filter(None, fields.split(", "))) <= set(known):
             wrong.append(f"{name}({fields})")
     assert not wrong

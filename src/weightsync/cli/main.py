@@ -32,6 +32,7 @@ from weightsync.cli.options import (
     token_in,
 )
 from weightsync.cli.push import push
+from weightsync.cli.store import store_app
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -424,6 +425,7 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
 
 add_bench_commands(app)
 app.command(cls=Command)(push)
+app.add_typer(store_app, name="store")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from weightsync.config import ROUTED_URL
 from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
@@ -23,6 +24,7 @@ from weightsync.protocol.messages import (
     ReplicaList,
     WaitForReplicas,
 )
+from weightsync.protocol.store_messages import ManifestStored, StorePart
 
 TRAINER = "trainer"
 """Name under which trainer ranks connect. No replica may use it."""
@@ -124,6 +126,11 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             return Done()
         if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
             return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
+        if isinstance(body, StorePart) and isinstance(rank, TrainerRank):
+            return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
+        if isinstance(body, ManifestStored) and isinstance(rank, TrainerRank):
+            await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
+            return Done()
         raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
 
     return handle

@@ -50,6 +50,7 @@ from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.status_of import replica_gauges, replica_status
+from weightsync.coordinator.stored_versions import StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
@@ -57,6 +58,7 @@ from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import Publish, ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.spans import recording, tracing
+from weightsync.store.signing import SigningKey
 
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
@@ -69,15 +71,20 @@ async def _nobody() -> None:
 
 
 class Coordinator:
-    """Control side of one run. Call all methods on one event loop; close it with :meth:`aclose`."""
+    """Control side of one run. Call all methods on one event loop; close it with :meth:`aclose`.
 
-    def __init__(self, settings: RoundSettings) -> None:
+    ``store_key`` returns the key that signs the run's stored versions; it is called when the first one is stored.
+    """
+
+    def __init__(self, settings: RoundSettings, store_key: Callable[[], SigningKey] | None = None) -> None:
         self.settings = settings
         self._members = Membership()
         self._publications = Publications()
         self._feed = Feed()
         self._rendezvous = PublishBarrier(self._members, self._publications, self._start_publication, self._updating)
         self._attendance = Attendance(self._members)
+        self.stored = StoredVersions(self._members, self._publications, store_key)
+        """What the trainer stores."""
         self._lock = asyncio.Lock()
         self._pending_publications = 0  # running, or waiting for the running round
         self._queued = 0  # rounds that wait for the running one

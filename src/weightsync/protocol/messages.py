@@ -21,6 +21,7 @@ from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
+from weightsync.protocol.store_messages import StoreMessage
 from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
@@ -145,8 +146,7 @@ class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Part of a plan for one engine rank: its pieces, their sources, and the layout that they fill.
 
-    For direct delivery ``layout`` is the engine's own. For streamed delivery it describes staging memory: region ``k`` is bucket
-    ``k``, and each row is a whole tensor.
+    For direct delivery ``layout`` is the engine's own, for streamed delivery of staging memory: a region a bucket, a row a tensor.
     """
 
     digest: _Name
@@ -519,8 +519,8 @@ class Done(Message, frozen=True):
 
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
-    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
-    Quarantine | Publish | CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage
+    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
+    CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage
 )  # fmt: skip
 
 

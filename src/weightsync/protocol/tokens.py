@@ -15,6 +15,7 @@ import secrets
 import stat
 import string
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -194,6 +195,31 @@ def operator_secret(settings: ClientSettings) -> Secret:
             "makes one, which processes of its user on its machine find; any other refuses operators' actions"
         )
     return secret
+
+
+def kept_secret(path: Path, make: Callable[[], Secret]) -> Secret:
+    """The secret in an owner-only file of an owner-only folder, which is made with what ``make`` returns if there is none.
+
+    Raises :class:`AuthenticationError` for a file or folder that others could have written, and :class:`ConfigurationError` if it
+    cannot be made.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path.parent, os.lstat(path.parent), stat.S_ISDIR)
+        fresh = path.with_name(f".{secrets.token_hex(8)}")
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(make().reveal())
+        try:
+            os.link(fresh, path)  # whole, or not at all, and never over another one
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="ascii") as file:
+            _check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
+            return Secret(file.read(_MAX_FILE))
+    except OSError as error:
+        raise ConfigurationError(f"no secret can be kept in {path}: {error.strerror or error}") from None
 
 
 def _check_private(path: Path, status: os.stat_result, kind: object) -> None:

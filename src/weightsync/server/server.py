@@ -24,6 +24,7 @@ from weightsync.protocol.tokens import Secrets, TokenFile, check_bind, generate,
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
 from weightsync.server.mounts import load_mounts
+from weightsync.server.store_key import store_key
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ async def run_server(
         listeners = _listen(settings, undo)
         address = _reachable(settings, listeners[0])
         secrets = _generated(settings, address.port, undo)
-        coordinator = Coordinator(control_settings(settings))
+        rounds = control_settings(settings)
+        coordinator = Coordinator(rounds, lambda: store_key(settings, rounds.run))
         service = Service(coordinator, settings, secrets, mounts)
         limiters = [AcceptLimiter(sock, service.asgi, settings, service.connections, context) for sock in listeners]
         try:

@@ -59,6 +59,7 @@ from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.background import Background
 from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
+from weightsync.trainer.storing import Storing
 from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
 from weightsync.trainer.trainer_role import Placing, TrainerRole
 from weightsync.transports.base import Transport
@@ -196,6 +197,8 @@ class Trainer(Closeable):
                 member = f"trainer/{self.rank}"
                 owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
             self._link.connect()
+            self._storing = Storing(settings, self._role, self.rank, self._link.call)
+            owned.callback(self._storing.close)
             self._owned = owned.pop_all()
 
     def _find_coordinator(
@@ -524,6 +527,7 @@ class Trainer(Closeable):
         if self.rank == 0:
             log_result("trainer/0", result)
         self._missed.warn(result)
+        self._storing.published(result)
         if not result.ok:
             raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")
         return result

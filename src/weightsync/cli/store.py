@@ -1,0 +1,277 @@
+"""``weightsync store``: the versions in a store, listed, verified, removed and exported. Needs no coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightsync.cli.errors import CommandGroup
+from weightsync.cli.help import Command
+from weightsync.cli.options import Json
+
+if TYPE_CHECKING:
+    from weightsync.store.objects import ObjectStore
+    from weightsync.store.signing import StoredVersion
+
+store_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="markdown", help="Look after stored versions.")
+
+_Store = Annotated[
+    str | None,
+    typer.Option("--store", metavar="WHERE", help="A folder, or s3://bucket/prefix [env: WEIGHTSYNC_STORE]."),
+]
+_Run = Annotated[str | None, typer.Option(help="Id of the run [default: the only one in the store].")]
+_Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="The run's public key, as `weightsync store key` prints it where the coordinator runs [env: "
+        "WEIGHTSYNC_STORE_PUBLIC_KEY; default: the key that this user's coordinator keeps].",
+    ),
+]
+_Version = Annotated[str | None, typer.Argument(metavar="VERSION", help="`7`, or `RUN@7` [default: the newest].")]
+_DAY = 86400.0
+
+
+class _Opened:
+    """A store, a run in it, and the run's public key."""
+
+    def __init__(self, where: str | None, run: str | None, key: str | None) -> None:
+        from weightsync.config import ClientSettings, ServerSettings, variable
+        from weightsync.errors import ConfigurationError
+        from weightsync.server.store_key import kept_key
+        from weightsync.store.objects import ObjectStore
+        from weightsync.store.signing import public_key
+
+        where = where or ClientSettings.load().store
+        if where is None:
+            raise ConfigurationError("which store? Give --store, or set WEIGHTSYNC_STORE")
+        self.store: ObjectStore = ObjectStore(where)
+        runs = self.store.folders()
+        if run is None and len(runs) != 1:
+            raise ConfigurationError(f"the store {where} has {len(runs)} runs: name one with --run ({', '.join(runs) or 'none'})")
+        self.run = run or runs[0]
+        text = key or variable("WEIGHTSYNC_STORE_PUBLIC_KEY")
+        kept = None if text else kept_key(ServerSettings.load(), self.run)
+        if not text and kept is None:
+            raise ConfigurationError(
+                f"the public key of run {self.run} is not known here: give --key, as `weightsync store key` prints it where the "
+                "coordinator of the run runs"
+            )
+        self.public = public_key(text) if kept is None else kept.public
+        self.public_text = text if kept is None else kept.public_text
+
+    def order(self, version: str | None) -> tuple[int, int]:
+        from weightsync.errors import ConfigurationError
+        from weightsync.model import parse_label
+        from weightsync.store.catalog import orders
+
+        if version is None:
+            listed = orders(self.store, self.run)
+            if not listed:
+                raise ConfigurationError(f"the store {self.store.url} has no version of run {self.run}")
+            return listed[-1]
+        parsed = parse_label(version)
+        if parsed is None or parsed[0] not in (None, self.run):
+            raise ConfigurationError(f"{version!r} is no version of run {self.run}: give its number, or {self.run}@NUMBER")
+        return parsed[1:]
+
+    def load(self, order: tuple[int, int]) -> StoredVersion:
+        from weightsync.store.catalog import load
+
+        return load(self.store, self.run, order, self.public)
+
+
+def _row(opened: _Opened, order: tuple[int, int]) -> dict[str, Any]:
+    from weightsync.errors import WeightSyncError
+    from weightsync.model import label_of
+
+    row: dict[str, Any] = {"version": label_of(opened.run, *order)}
+    try:
+        version = opened.load(order)
+    except WeightSyncError as error:
+        return row | {"error": str(error)}
+    stored = version.stored
+    chains = [rank.chain for rank in stored.ranks]
+    return row | {
+        "step": stored.step,
+        "stored": stored.stored,
+        "base": None if stored.base is None else str(stored.base),
+        "ranks": len(chains),
+        "objects": len(version.objects),
+        "written_bytes": sum(chain[-1].nbytes for chain in chains),
+        "needed_bytes": sum(item.nbytes for item in version.objects.values()),
+        "digest": version.version.digest,
+    }
+
+
+@store_app.command(cls=Command)
+def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
+    """List the versions of a run, and check their signatures.
+
+    ```
+    weightsync store ls --store /mnt/versions
+    ```
+    """
+    from datetime import UTC, datetime
+
+    from weightsync.cli.tables import show, titled_table
+    from weightsync.protocol.round_log import size
+    from weightsync.store.catalog import orders
+
+    opened = _Opened(store, run, key)
+    rows = [_row(opened, order) for order in orders(opened.store, opened.run)]
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        if "error" in row:
+            return row["version"], "", "", "", "", row["error"]
+        when = datetime.fromtimestamp(row["stored"], UTC).strftime("%Y-%m-%d %H:%M:%S")
+        kind = "key frame" if row["base"] is None else f"delta on {row['base']}"
+        return row["version"], str(row["step"] or ""), when, size(row["written_bytes"]), size(row["needed_bytes"]), kind
+
+    show(
+        {"run": opened.run, "key": opened.public_text, "versions": rows},
+        lambda _: titled_table(opened.run, ("version", "step", "stored (UTC)", "wrote", "needs", "~kind"), map(cells, rows)),
+        as_json=json,
+    )
+
+
+@store_app.command("show", cls=Command)
+def show_version(version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
+    """Show one version: its digest, and the objects that it needs.
+
+    ```
+    weightsync store show 7
+    ```
+    """
+    from weightsync.cli.tables import show, titled_table
+    from weightsync.protocol.round_log import size
+
+    opened = _Opened(store, run, key)
+    stored = opened.load(opened.order(version))
+    objects = [
+        {"rank": number, "path": item.path, "kind": item.kind, "bytes": item.nbytes}
+        for number, rank in enumerate(stored.stored.ranks)
+        for item in rank.chain
+    ]
+    described = _row(opened, stored.version.order) | {"manifest": stored.version.manifest, "tensors": len(stored.manifest)}
+    rows = ((item["rank"], item["kind"], size(item["bytes"]), item["path"]) for item in objects)
+    show(
+        described | {"object_list": objects},
+        lambda _: titled_table(f"{stored.version} {stored.version.digest}", ("rank", "kind", "bytes", "~object"), rows),
+        as_json=json,
+    )
+
+
+@store_app.command(cls=Command)
+def verify(
+    version: _Version = None,
+    store: _Store = None,
+    run: _Run = None,
+    key: _Key = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = _DAY,
+    json: Json = False,
+) -> None:
+    """Read a version and check all of it: signature, every object's SHA-256, and the digests of the tensors that it makes.
+
+    ```
+    weightsync store verify 7 --key "$(cat run.key)"
+    ```
+
+    Exits with an error if anything is not what the trainer published.
+    """
+    from weightsync.deadline import Deadline
+    from weightsync.protocol.round_log import size
+    from weightsync.store.restore import check_object, tensors_of
+
+    opened, deadline = _Opened(store, run, key), Deadline(timeout)
+    stored = opened.load(opened.order(version))
+    for item in stored.objects.values():
+        deadline.remaining("verifying")
+        check_object(opened.store, item)
+    tensors = sum(len(part) for part in tensors_of(opened.store, stored, deadline))
+    nbytes = sum(item.nbytes for item in stored.objects.values())
+    _say(
+        {"version": str(stored.version), "digest": stored.version.digest, "tensors": tensors, "bytes": nbytes, "ok": True},
+        f"version {stored.version} is what was published: {tensors} tensors, {size(nbytes)} in {len(stored.objects)} objects",
+        json,
+    )
+
+
+@store_app.command(cls=Command)
+def gc(
+    keep: Annotated[int, typer.Option(min=1, help="Newest versions to keep.")],
+    store: _Store = None,
+    run: _Run = None,
+    key: _Key = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Keep objects younger than so many seconds. Use 0 only if nothing writes.")
+    ] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove old versions, and objects that no version needs. What a kept version needs stays, however old.
+
+    ```
+    weightsync store gc --keep 5 --dry-run
+    ```
+    """
+    from weightsync.model import label_of
+    from weightsync.protocol.round_log import size
+    from weightsync.store.catalog import collect_garbage
+
+    opened = _Opened(store, run, key)
+    removed = collect_garbage(opened.store, opened.run, opened.public, keep, grace=grace, dry_run=dry_run)
+    labels = [label_of(opened.run, *order) for order in removed.versions]
+    verb = "would remove" if dry_run else "removed"
+    _say(
+        {"versions": labels, "objects": removed.objects, "bytes": removed.nbytes, "dry_run": dry_run},
+        f"{verb} {len(labels)} versions, and {removed.objects} objects of {size(removed.nbytes)}",
+        json,
+    )
+
+
+@store_app.command(cls=Command)
+def export(
+    folder: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
+    version: _Version = None,
+    store: _Store = None,
+    run: _Run = None,
+    key: _Key = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = _DAY,
+    json: Json = False,
+) -> None:
+    """Write a version as a Hugging Face checkpoint: safetensors files and their index. Every tensor is verified first.
+
+    ```
+    weightsync store export ./checkpoint 7
+    ```
+
+    The model's configuration and tokenizer are not in the store: copy them from the checkpoint that training began with.
+    """
+    from weightsync.deadline import Deadline
+    from weightsync.store.restore import export as write
+
+    opened = _Opened(store, run, key)
+    stored = opened.load(opened.order(version))
+    files = [str(path) for path in write(opened.store, stored, folder, Deadline(timeout))]
+    _say({"version": str(stored.version), "files": files}, f"wrote version {stored.version} to {folder}: {len(files)} files", json)
+
+
+@store_app.command("key", cls=Command)
+def show_key(store: _Store = None, run: _Run = None, json: Json = False) -> None:
+    """Print the public key of a run whose coordinator ran here as this user. It is no secret.
+
+    ```
+    weightsync store key --run my-run
+    ```
+    """
+    opened = _Opened(store, run, None)
+    _say({"run": opened.run, "key": opened.public_text}, opened.public_text, json)
+
+
+def _say(value: dict[str, Any], text: str, as_json: bool) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.encode(value).decode() if as_json else text)

@@ -1,0 +1,132 @@
+"""What the trainer stores of its versions: the coordinator gathers the ranks' parts, signs the manifest, and knows the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import cached_property
+
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.publications import Placement, Publications
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, in_thread
+from weightsync.coordinator.ranks import TrainerRank
+from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError, WeightSyncError
+from weightsync.model.stored import StoredObject, StoredRank, VersionManifest
+from weightsync.protocol.messages import Body, Done
+from weightsync.protocol.store_messages import ManifestStored, SignedManifest, StorePart
+from weightsync.store.signing import SigningKey, StoredVersion, opened
+
+_FIRST = "trainer/0"
+
+
+class _PartsOfVersion:
+    """The parts of one version, and what its ranks wait for."""
+
+    def __init__(self, placement: Placement, ranks: dict[str, TrainerRank]) -> None:
+        self.placement, self.ranks = placement, ranks
+        self.chains: dict[str, tuple[StoredObject, ...]] = {}
+        self.signed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: WeightSyncError) -> None:
+        for future in (self.signed, self.written):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it may have no reader
+
+
+class StoredVersions:
+    """Gathers and signs manifests. Only what the trainer's ranks placed here is signed, with the digests that they computed then.
+
+    Args:
+        members: All members of the run.
+        publications: The version that the trainer holds.
+        make_key: Returns the run's key; called once, in a thread. ``None``: this coordinator signs nothing.
+    """
+
+    def __init__(self, members: Membership, publications: Publications, make_key: Callable[[], SigningKey] | None) -> None:
+        self._members, self._publications, self._make_key = members, publications, make_key
+        self._gathering: _PartsOfVersion | None = None
+        self.newest: StoredVersion | None = None
+        """The newest version in the store, as far as this coordinator knows."""
+        self.url = ""
+        """Where it is."""
+
+    @cached_property
+    def key(self) -> SigningKey:
+        """The run's key. Raises :class:`~weightsync.errors.ConfigurationError` if there is none."""
+        if self._make_key is None:
+            raise ConfigurationError("this coordinator has no key to sign stored versions with")
+        return self._make_key()
+
+    async def part(self, member: str, part: StorePart, limit: RoundDeadline) -> Body:
+        """Take the part of a trainer rank, and wait for the others' as :class:`~weightsync.protocol.store_messages.StorePart` says.
+
+        Raises:
+            StaleSource: That version is not what the trainer holds, a later one was published, or another rank dropped it.
+            DeadlineExceeded: ``limit`` passed.
+        """
+        gathering = self._joined(member, (part.epoch, part.number))
+        gathering.chains[member] = part.chain
+        try:
+            if gathering.chains.keys() == gathering.ranks.keys():
+                signed = await in_thread("signing a stored version", limit, lambda: self._signed(gathering, part.step))
+                if not gathering.signed.done():
+                    gathering.signed.set_result(signed)
+            if member == _FIRST:
+                data = await bounded("the other ranks' parts of a stored version", limit, asyncio.shield(gathering.signed))
+                return SignedManifest(data, self.key.public)
+            await bounded("the manifest of a stored version", limit, asyncio.shield(gathering.written))
+        except WeightSyncError as error:
+            gathering.fail(error)
+            raise
+        return Done()
+
+    def _joined(self, member: str, order: tuple[int, int]) -> _PartsOfVersion:
+        placement, trainers = self._publications.current(self._members.trainers), self._members.trainers
+        now = self._gathering
+        if now is not None and now.placement.version.order == order and member in trainers:
+            if member not in now.ranks or trainers[member].rank is not now.ranks[member]:
+                raise StaleSource(f"another process was {member} when version {order[1]} was published")
+            return now
+        if placement is None or placement.version.order != order or member not in placement.sessions:
+            raise StaleSource(f"version {order[1]} of epoch {order[0]} is not what the trainer holds now")
+        if now is not None:
+            now.fail(StaleSource("a rank did not store that version, and the next one was published"))
+        self._gathering = _PartsOfVersion(placement, {name: link.rank for name, link in trainers.items()})
+        return self._gathering
+
+    def _signed(self, gathering: _PartsOfVersion, step: int | None) -> bytes:
+        members = sorted(gathering.ranks, key=lambda member: gathering.ranks[member].hello.rank)
+        chains, placement = gathering.chains, gathering.placement
+        extended = any(len(chain) > 1 for chain in chains.values())
+        manifest = VersionManifest(
+            version=placement.version,
+            tensors=gathering.ranks[_FIRST].manifest.tensors,
+            digests=placement.digests.astype("<u8").tobytes(),
+            ranks=tuple(StoredRank(gathering.ranks[member].layout.to_columns(), chains[member]) for member in members),
+            stored=time.time(),
+            step=step,
+            base=self.newest.version if extended and self.newest is not None else None,
+        )
+        return self.key.signed(manifest)
+
+    async def written(self, member: str, stored: ManifestStored, limit: RoundDeadline) -> None:
+        """The manifest that was signed last is in the store.
+
+        Raises:
+            ProtocolError: ``member`` is not rank 0, or nothing was signed for it.
+            VersionError: It is that of another version.
+        """
+        gathering = self._gathering
+        if member != _FIRST or gathering is None or not gathering.signed.done():
+            raise ProtocolError(f"{member} was given no manifest to store")
+        version, data = gathering.placement.version, gathering.signed.result()
+        if version.order != (stored.epoch, stored.number):
+            raise VersionError(f"version {version} was to be stored, not version {stored.number} of epoch {stored.epoch}")
+        order = version.order
+        read = await in_thread("reading a manifest", limit, lambda: opened(data, self.key.public, version.run, order))
+        self.newest, self.url, self._gathering = read, stored.url, None
+        if not gathering.written.done():
+            gathering.written.set_result(None)

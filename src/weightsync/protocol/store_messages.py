@@ -1,0 +1,44 @@
+"""Messages by which trainer ranks and the coordinator store a version together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from weightsync.model.stored import StoredObject
+from weightsync.protocol.update_messages import Message
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+
+
+class StorePart(Message, frozen=True):
+    """This trainer rank's objects of a published version are in the store.
+
+    Answered when every rank has said so: rank 0 gets :class:`SignedManifest`, the others :class:`Done` once that is in the store.
+    """
+
+    epoch: _Epoch
+    number: _Number
+    chain: Annotated[tuple[StoredObject, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+
+
+class SignedManifest(Message, frozen=True):
+    """The manifest of a version, signed with the run's key. Rank 0 creates it in the store."""
+
+    data: bytes
+    key: bytes
+    """The public half of the key."""
+
+
+class ManifestStored(Message, frozen=True):
+    """The manifest is in the store at ``url``: the version exists there. Answered by :class:`Done`."""
+
+    epoch: _Epoch
+    number: _Number
+    url: Annotated[str, msgspec.Meta(max_length=2048)]
+
+
+StoreMessage = StorePart | SignedManifest | ManifestStored

@@ -1,0 +1,147 @@
+"""Objects of a store by path, in a folder or in S3, over obstore (extra ``[store]``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from weightsync.errors import ConfigurationError, StaleSource, TransportError, TransportUnavailable
+
+_REQUEST_SECONDS = 60
+_CONNECT_SECONDS = 5
+_RETRIES = 2
+_PART_BYTES, _PARTS_AT_ONCE = 8 << 20, 2
+
+
+def missing_library() -> str | None:
+    """Return what to install if stores cannot be used; ``None`` if they can."""
+    return None if find_spec("obstore") else "obstore is not installed: pip install 'weightsync[store]'"
+
+
+class Listed(NamedTuple):
+    """An object as a listing shows it."""
+
+    path: str
+    nbytes: int
+    modified: datetime
+
+
+class ObjectStore:
+    """The store at ``url``: an absolute path, ``file:///path`` or ``s3://bucket/prefix``.
+
+    Objects appear whole or not at all. Credentials and endpoint of S3 come from the usual ``AWS_`` variables, never from ``url``.
+    Thread-safe.
+
+    Raises:
+        ConfigurationError: ``url`` is neither.
+        TransportUnavailable: obstore is not installed.
+        TransportError: The store cannot be reached, or refuses. ``StaleSource`` if an object does not exist.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        plain = not (parts.query or parts.fragment or "@" in parts.netloc)
+        if parts.scheme == "file" and parts.netloc in ("", "localhost") and plain:
+            url = parts.path
+        elif not os.path.isabs(url) and not (parts.scheme == "s3" and parts.netloc and plain):
+            raise ConfigurationError(f"{url!r} is not a store: give an absolute path, or s3://bucket/prefix")
+        self.url = url
+        missing = missing_library()
+        if missing:
+            raise TransportUnavailable(missing)
+        with self._errors("opening it"):
+            self._store = self._open()
+
+    def _open(self) -> Any:  # noqa: ANN401 - obstore is optional
+        from obstore.store import LocalStore, from_url
+
+        if os.path.isabs(self.url):
+            return LocalStore(self.url, mkdir=True)
+        return from_url(
+            self.url,
+            # An endpoint without TLS is used only if AWS_ENDPOINT_URL says so.
+            client_options={
+                "timeout": f"{_REQUEST_SECONDS}s",
+                "connect_timeout": f"{_CONNECT_SECONDS}s",
+                "allow_http": True,
+            },
+            retry_config={"max_retries": _RETRIES},
+        )
+
+    def put(self, path: str, parts: Iterable[bytes]) -> None:
+        """Write a new object. If ``parts`` raises, there is no object."""
+        import obstore
+
+        with self._errors(f"writing {path}"):
+            obstore.put(self._store, path, parts, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a small object unless there is one. Returns False if there was."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._errors(f"creating {path}"):
+            try:
+                obstore.put(self._store, path, data, mode="create")
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def read(self, path: str, first: int, last: int) -> memoryview:
+        """Return bytes ``first <= i < last`` of an object, or fewer if it is shorter."""
+        import obstore
+
+        if last <= first:
+            return memoryview(b"")
+        with self._errors(f"reading {path}"):
+            return memoryview(obstore.get_range(self._store, path, start=first, end=last))
+
+    def size(self, path: str) -> int:
+        """Return the bytes of an object."""
+        import obstore
+
+        with self._errors(f"reading {path}"):
+            return int(obstore.head(self._store, path)["size"])
+
+    def list(self, folder: str = "") -> Iterator[Listed]:
+        """Iterate over the objects below ``folder``."""
+        import obstore
+
+        with self._errors(f"listing {folder}"):
+            for page in obstore.list(self._store, prefix=folder or None):
+                for item in page:
+                    yield Listed(item["path"], item["size"], item["last_modified"])
+
+    def folders(self) -> tuple[str, ...]:
+        """Return the folders at the top."""
+        import obstore
+
+        with self._errors("listing it"):
+            return tuple(obstore.list_with_delimiter(self._store)["common_prefixes"])
+
+    def delete(self, path: str) -> None:
+        """Remove an object. Nothing happens if there is none."""
+        import obstore
+
+        with self._errors(f"deleting {path}"):
+            try:
+                obstore.delete(self._store, path)
+            except FileNotFoundError:
+                return
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except FileNotFoundError:
+            raise StaleSource(f"the store {self.url} has no such object ({what}): it was removed, or never written") from None
+        except (BaseError, OSError) as error:
+            first = str(error).partition("\n")[0]
+            raise TransportError(f"the store {self.url} failed while {what}: {first}") from None

@@ -1,0 +1,54 @@
+"""A trainer rank's store writer, made from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightsync.config import ClientSettings
+from weightsync.errors import ConfigurationError
+from weightsync.protocol.messages import Body, RoundResult
+from weightsync.store.objects import ObjectStore
+from weightsync.store.writer import PublishedBytes, RankObjects, StoreWriter
+from weightsync.trainer.stream import StreamRole
+from weightsync.trainer.trainer_role import TrainerRole
+from weightsync.transports.host.region import PublishedRegion
+
+
+class Storing:
+    """Stores what a trainer rank publishes, if its settings name a store.
+
+    Raises:
+        ConfigurationError: The rank keeps no copy of its weights in host memory.
+    """
+
+    def __init__(
+        self, settings: ClientSettings, role: TrainerRole | StreamRole, rank: int, call: Callable[[Body, float], Body]
+    ) -> None:
+        self._seconds, self._role = settings.timeouts.store, role
+        self.writer: StoreWriter | None = None
+        if settings.store is None:
+            return
+        if isinstance(role, StreamRole) or not isinstance(role.region, PublishedRegion) or role.live:
+            raise ConfigurationError(
+                "WEIGHTSYNC_STORE needs a copy of the weights in host memory that stays after a publication: make the trainer of a "
+                'module, with transports=["shared_memory", "tcp"] where the weights are on a GPU, and without seeds=False'
+            )
+        store = ObjectStore(settings.store)
+        objects = RankObjects(store, rank, role.manifest, role.layout, settings.store_every)
+        self.writer = StoreWriter(objects, store, rank, call, self._seconds, settings.store_keep)
+
+    def published(self, result: RoundResult) -> None:
+        """Store the version of this result in the background."""
+        role = self._role
+        if self.writer is None or isinstance(role, StreamRole) or not isinstance(role.region, PublishedRegion):
+            return
+        header, changes = role.region.header, role.changes
+        stamp = header.require(result.version.number)
+        changed = None if changes is None else changes.changed
+        published = PublishedBytes(role.region.payload, changed, lambda: header.require_unchanged(stamp))
+        self.writer.store(result.version, result.step, published)
+
+    def close(self) -> None:
+        """Wait until the last version is stored, at most as long as the settings say. Safe twice."""
+        if self.writer is not None:
+            self.writer.close(self._seconds)

@@ -89,6 +89,10 @@ def demo(
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill a replica, a trainer rank and the coordinator in the middle of rounds.")
     ] = False,
+    store: Annotated[Path | None, typer.Option(metavar="DIR", help="Store every version in this folder.")] = None,
+    kill_trainer: Annotated[
+        bool, typer.Option("--kill-trainer", help="End the trainer for good; another replica then joins from the store.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the data, the model and the requests.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it gives up.")] = 600.0,
     json: JsonLast = False,
@@ -119,6 +123,7 @@ def demo(
     python -m examples.demo
     python -m examples.demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
     python -m examples.demo --kill
+    python -m examples.demo --store /tmp/versions --kill-trainer
     ```
     """
     missing = next((name for name in ("transformers", "tokenizers", "safetensors") if find_spec(name) is None), None)
@@ -134,7 +139,9 @@ def demo(
         trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
-        pause_mode=pause_mode.value, kill=kill, seed=seed, timeout=timeout, json=json, token_file=token_file,
+        pause_mode=pause_mode.value, kill=kill,
+        store=None if store is None else str(store.resolve()), kill_trainer=kill_trainer,
+        seed=seed, timeout=timeout, json=json, token_file=token_file,
         coordinator=coordinator, role=role.value,
         directory=directory, host=host, replica_prefix=replica_prefix, replica_urls=tuple(replica_url or ()),
     )  # fmt: skip

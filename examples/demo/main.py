@@ -183,7 +183,7 @@ class _Demo:
         if settings.role in ("all", "replica"):
             for index in range(settings.replicas):
                 await supervisor.start_replica(index, self._url)
-            self.replicas = supervisor.replicas
+            self.replicas = dict(supervisor.replicas)
         if settings.role in ("all", "client"):
             asked, probed = prompts(settings.seed, _PROMPTS), probes(settings.seed)
             if settings.engine == "vllm":
@@ -218,6 +218,9 @@ class _Demo:
         self.view.headline("training, publishing, serving")
         importing = asyncio.create_task(asyncio.to_thread(import_module, "examples.demo.checking"))  # takes seconds
         await self._publish_all(traffic)
+        if self.settings.kill_trainer:
+            async with asyncio.timeout(_RECOVERY_SECONDS):
+                await self._outlive_trainer(traffic)
         await traffic.stop()
         self.record.served, self.record.failures = traffic.served, dict(traffic.refused)
         self.record.interrupted = traffic.interrupted
@@ -250,6 +253,26 @@ class _Demo:
     def _go_on(self) -> None:
         if self.supervisor.lead is not None:
             self.supervisor.lead.say()
+
+    async def _outlive_trainer(self, traffic: Traffic) -> None:
+        """End the trainer for good, start another replica, and wait until it serves the last version, which is in the store."""
+        supervisor, result = self.supervisor, self.record.results[max(self.record.results)]
+        await self.family.kill(*reversed(supervisor.trainers))
+        supervisor.lead = None
+        self.view.say(f"the trainer was killed for good; version {label(result.version.order)} is in {self.settings.store}")
+        started = time.perf_counter()
+        name = await supervisor.start_replica(self.settings.replicas, self._url)
+        self.record.joined = name
+        while self._serving.get(name) != result.version.digest:
+            self._served.clear()
+            await self._served.wait()
+        self.view.say(
+            f"{name} joined from the store: it serves version {label(result.version.order)} "
+            f"{time.perf_counter() - started:.1f} s after its process was started"
+        )
+        traffic.add(name, supervisor.replicas[name])
+        traffic.seeded(name)
+        await traffic.probe(result.version.order)
 
     # What is killed.
 
@@ -406,6 +429,8 @@ async def _perform(settings: Settings, console: Console) -> Outcome | None:
     environment = {name: value for name, value in worker_environment().items() if not (own and name.startswith("WEIGHTSYNC_"))}
     if token is not None:
         environment["WEIGHTSYNC_TOKEN"] = token.reveal()
+    if settings.store is not None:
+        environment["WEIGHTSYNC_STORE"] = settings.store
     async with Family({**environment, **_QUIET}, _POLITE_SECONDS[settings.engine]) as family:
         demo = _Demo(settings, console, family, token)
         try:

@@ -73,6 +73,8 @@ class Outcome(msgspec.Struct, frozen=True):
     requests_interrupted: int
     """Requests that a killed replica was running."""
     killed: tuple[KillOutcome, ...]
+    joined: ReplicaOutcome | None
+    """The replica that joined from the store when the trainer was gone; ``None`` without ``--kill-trainer``."""
 
 
 @dataclass
@@ -111,6 +113,8 @@ class Record:
     kills: list[Kill] = field(default_factory=list)
     interrupted: int = 0
     """Requests that were running in a replica when it was killed."""
+    joined: str | None = None
+    """The replica that joined when the trainer was gone."""
 
 
 def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, findings: Findings | None, seconds: float) -> Outcome:
@@ -119,13 +123,19 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
     parts = [replica for result in results for replica in result.replicas]
     last = results[-1].version if results else None
     states = {} if record.final is None else {found.name: found for found in record.final.replicas}
-    ends = tuple(
-        ReplicaOutcome(name, states[name].state, states[name].version, states[name].digest)
-        if name in states
-        else ReplicaOutcome(name, "unknown", None, None)
-        for name in replicas
-    )
+
+    def end_of(name: str) -> ReplicaOutcome:
+        state = states.get(name)
+        return (
+            ReplicaOutcome(name, "unknown", None, None)
+            if state is None
+            else ReplicaOutcome(name, state.state, state.version, state.digest)
+        )
+
+    ends = tuple(end_of(name) for name in replicas)
+    joined = None if record.joined is None else end_of(record.joined)
     wanted = [(version, name) for version in record.results for name in replicas]
+    wanted += [(max(record.results), joined.name)] if joined is not None else []
     probes: Mapping[tuple[Order, str], bool] = {} if findings is None else findings.probes
     match = bool(wanted) and all(probes.get(key, False) for key in wanted)
     torn, mislabelled, checked = (0, 0, 0) if findings is None else (findings.torn, findings.mislabelled, findings.checked)
@@ -154,9 +164,10 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
                 settings.kill and (name, result.version.digest) in record.served_digests
             )  # it was killed, and re-seeded
             must(took, f"{name} did not take version {result.version.number}")
-    for end in ends:
+    for end in (*ends, *([] if joined is None else [joined])):
         current = last is not None and end.state == "loaded" and end.digest == last.digest
         must(current, f"{end.name} ended {end.state} at version {end.version}")
+    must(joined is not None or not settings.kill_trainer, "no replica joined after the trainer's end")
     must(record.refused_unseeded is not False, "a replica served its scrambled weights")
     must(not record.failures, f"requests failed: {dict(record.failures)}")
     recovered = [kill for kill in record.kills if kill.seconds is not None]
@@ -187,6 +198,7 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
             KillOutcome(**(asdict(kill) | {"seconds": None if kill.seconds is None else round(kill.seconds, 3)}))
             for kill in record.kills
         ),
+        joined=joined,
     )
 
 

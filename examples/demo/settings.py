@@ -49,6 +49,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode = "keep"
     kill: bool = False
     """Kill a replica, a trainer rank and the coordinator, each in the middle of a round, and start them again."""
+    store: str | None = None
+    """Folder in which the trainer stores every version."""
+    kill_trainer: bool = False
+    """End the trainer for good after the last version, and start another replica, which joins from the store."""
     seed: int = 0
     json: bool = False
     timeout: float = 600.0
@@ -101,6 +105,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(
                     f"--kill kills in versions 2 to {len(KILLED) + 1}: give --versions {len(KILLED) + 1} or more"
                 )
+        if self.kill_trainer:
+            if self.store is None or self.kill:
+                raise ConfigurationError("--kill-trainer needs --store DIR, and goes without --kill")
+            if self.role != "all" or self.coordinator is not None:
+                raise ConfigurationError("--kill-trainer needs every process on this machine")
         if self.token_file is not None and self.coordinator is not None:
             raise ConfigurationError(
                 "--token-file is for the coordinator that the demo starts; for --coordinator, set WEIGHTSYNC_TOKEN"
@@ -119,11 +128,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transports(self) -> tuple[str, ...] | None:
         """The transports allowed, ``None`` for all that work here."""
-        return None if self.transport == "auto" else (self.transport,)
+        return None if self.transport == "auto" else (self.transport,) if self.store is None else (self.transport, "store")
 
     def for_children(self) -> Settings:
         """What concerns every process, without what only the main one does: its role and its paths."""
-        return msgspec.structs.replace(self, role="all", token_file=None, directory=None, replica_urls=())
+        return msgspec.structs.replace(self, role="all", token_file=None, directory=None, replica_urls=(), kill_trainer=False)
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,8 +65,8 @@ class Supervisor:
         )  # fmt: skip
         await self._family.start("coordinator", "examples.demo.coordinator", wish, self._heard)
 
-    async def start_replica(self, index: int, url: str) -> None:
-        """Start a replica, or start it again with the same name and address."""
+    async def start_replica(self, index: int, url: str) -> str:
+        """Start a replica, or start it again with the same name and address. Returns its name."""
         name = f"{self._settings.replica_prefix}-{index}"
         listener = self._listeners.get(name)
         if listener is None:
@@ -79,6 +79,7 @@ class Supervisor:
             directory=str(self._family.directory), settings=self._settings.for_children(),
         )  # fmt: skip
         await self._family.start(name, _REPLICAS[self._settings.engine], wish, self._heard, [listener.fileno()])
+        return name
 
     async def start_trainers(self, url: str, resume: Order | None = None) -> None:
         """Start all ranks. With ``resume`` they go on from that version's checkpoint, in a new epoch."""

@@ -76,6 +76,10 @@ class Traffic:
         answers = await asyncio.gather(*asked)
         return all(answer.status_code == _UNAVAILABLE and answer.json()["error"]["type"] == "not_seeded" for answer in answers)
 
+    def add(self, replica: str, url: str) -> None:
+        """There is another replica."""
+        self._urls[replica] = url
+
     def seeded(self, replica: str) -> None:
         """This replica serves: send it requests from now on."""
         fresh = replica in self._lost or replica not in self._workers

@@ -78,6 +78,7 @@ def main(argument: str) -> int:
                         parent.tell(Unpublished(version, failure or "it failed at another rank"))
                     continue
                 left -= 1
+                trainer.wait_until_stored(_TIMEOUT)  # where there is a store
                 if wish.kill:
                     training.save_optimizer(directory, (mine.epoch, version))
                 if first:

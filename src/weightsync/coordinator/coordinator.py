@@ -50,9 +50,9 @@ from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.status_of import replica_gauges, replica_status
-from weightsync.coordinator.stored_versions import StoredVersions
+from weightsync.coordinator.stored_versions import StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
-from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, VersionError, WeightSyncError, readable
+from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import Publish, ReplicaResult, RoundResult, WaitForReplicas
@@ -216,15 +216,29 @@ class Coordinator:
             self._exclude(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
             self._check_reports(version.order)
-        if replica.version is None or replica.version != self._seedable():
+        if self._updates(replica, self._seedable()):
             self._wanted.add(replica.name)
         self._seed_wanted()
 
     def _seedable(self) -> Version | None:
-        """Version with which replicas can be seeded now: the one that the trainer holds, or that replicas serve to others."""
+        """Version with which replicas can be seeded now: of the trainer, of replicas that serve it to others, or of the store."""
         current = self._publications.current(self._members.trainers)
         others = serving_weights(self._members, self._publications)
-        return current.version if current else next((replica.version for replica in others), None)
+        stored = self.stored.source if not self._members.streams else None
+        return current.version if current else next((replica.version for replica in others), stored and stored.version)
+
+    def _stored(self, epoch: int, number: int) -> StoredSource | None:
+        """The version in the store, if it is this one and the trainer does not hold it."""
+        stored = self.stored.source
+        held = self._publications.current(self._members.trainers) is not None
+        return None if held or stored is None or stored.version.order != (epoch, number) else stored
+
+    def _updates(self, replica: Replica, version: Version | None) -> bool:
+        """Whether seeding with ``version`` would help a replica. One that is only in the store may be older than what it serves."""
+        if version is None or replica.version is None:
+            return True
+        only_stored = self._stored(*version.order) is not None and not serving_weights(self._members, self._publications)
+        return replica.version != version and not only_stored
 
     def _check_reports(self, order: tuple[int, int]) -> None:
         """Trust or quarantine all replicas that report the version of this epoch and number."""
@@ -355,6 +369,7 @@ class Coordinator:
             planner=self._planner,
             announced=self.announced,
             readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
+            stored=self._stored(asked.epoch, asked.number) if seeding else None,
             left_out=others,
             step=asked.step,
             calls=asked.calls,
@@ -438,6 +453,9 @@ class Coordinator:
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
+            if replicas and not any(self._updates(replica, version) or replica.version == version for replica in replicas):
+                raise StaleSource(f"only version {version} can be read, from the store: replicas that serve another one keep it")
+            replicas = [replica for replica in replicas if self._updates(replica, version) or replica.version == version]
             again = AgreedPublication(*version.order, deadline)
             self._seeding = self._spawn(self._run(again, replicas, deadline, self.settings.grace, queued, seeding=True))
             try:
@@ -456,7 +474,7 @@ class Coordinator:
         return [
             replica.name
             for replica in self._members.replicas.values()
-            if replica.complete and replica.refusal is None and (current is None or replica.version != current)
+            if replica.complete and replica.refusal is None and self._updates(replica, current)
         ]
 
     def _seed_wanted(self) -> None:

@@ -273,6 +273,8 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     """
     started, limit = asyncio.get_running_loop().time(), context.deadline
     if context.seeding:
+        if context.stored is not None:
+            return Placement(context.stored.version, context.stored.digests, {}), 0.0
         if context.sources.trainer is None and context.readable:
             return await _placement_of_replica(context), asyncio.get_running_loop().time() - started
         return context.publications.require(context.trainers), 0.0

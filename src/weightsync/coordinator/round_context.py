@@ -17,6 +17,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.sources import Source, Sources, ranks_of
+from weightsync.coordinator.stored_versions import StoredSource
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import ReplicaResult
 
@@ -56,6 +57,8 @@ class RoundContext:
     """Returns when routers know which replicas serve now, or after the settings' drain."""
     readable: Sequence[Replica] = ()
     """For seeding, replicas that serve the version and from which others can read it."""
+    stored: StoredSource | None = None
+    """For seeding, the version in the store, if the trainer does not hold it."""
     left_out: Sequence[ReplicaResult] = ()
     """Results of replicas that cannot take part. The round's result lists and counts them."""
     step: int | None = None
@@ -70,9 +73,10 @@ class RoundContext:
         """Create as many permits as the settings allow; without a limit, one for each replica. Find the sources."""
         places = self.settings.max_unavailable or max(len(self.replicas), 1)
         object.__setattr__(self, "serving", asyncio.Semaphore(places))
-        trainer = Source(ranks_of(self.trainers))
-        gone = self.seeding and self.publications.current(self.trainers) is None
-        object.__setattr__(self, "sources", Sources(None if gone else trainer, self.readable, self.settings.fan_out))
+        trainer: Source | None = Source(ranks_of(self.trainers))
+        if self.seeding and self.publications.current(self.trainers) is None:
+            trainer = None if self.stored is None else Source(self.stored.ranks, stored=True)
+        object.__setattr__(self, "sources", Sources(trainer, self.readable, self.settings.fan_out))
 
     def absent(self) -> list[ReplicaResult]:
         """Return the results of replicas that cannot take part, as they are at the end of the round."""

@@ -17,16 +17,21 @@ from weightsync.coordinator.ranks import PublishingRank, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.errors import StaleSource
+from weightsync.protocol.store_messages import STORE
 
 _TRAINER = "trainer"
 _ELSEWHERE = 2
 
 
 class Source:
-    """Ranks that hold a whole version together: the trainer's, or those of ``replica`` for as long as it serves its version."""
+    """Ranks that hold a whole version together: the trainer's, or those of ``replica`` for as long as it serves its version.
 
-    def __init__(self, ranks: Mapping[str, PublishingRank], replica: Replica | None = None) -> None:
-        self.name = _TRAINER if replica is None else replica.name
+    The store, if ``stored``, takes the trainer's place. Its bytes are the trainer's, too.
+    """
+
+    def __init__(self, ranks: Mapping[str, PublishingRank], replica: Replica | None = None, *, stored: bool = False) -> None:
+        self.name = replica.name if replica is not None else STORE if stored else _TRAINER
+        self.stored = stored
         self.ranks = ranks
         self.replica = replica
         self.readers = 0
@@ -146,7 +151,7 @@ class Sources:
         sources, trainer = self._readable(reader), self.trainer
         if trainer is not None and reader.failed is not None:
             return trainer
-        if trainer is not None and (self._fan_out is None or not sources):
+        if trainer is not None and (not sources or (self._fan_out is None and not trainer.stored)):
             sources = [trainer]
         elif trainer is not None and trainer.distance(reader.replica) < _ELSEWHERE:
             sources.append(trainer)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
 
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded, in_thread
-from weightsync.coordinator.ranks import TrainerRank
+from weightsync.coordinator.ranks import PublishingRank, TrainerRank
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError, WeightSyncError
+from weightsync.model import Version
 from weightsync.model.stored import StoredObject, StoredRank, VersionManifest
-from weightsync.protocol.messages import Body, Done
-from weightsync.protocol.store_messages import ManifestStored, SignedManifest, StorePart
+from weightsync.protocol.messages import PROTOCOL, Body, Done, Hello, Host, Offer, Traits
+from weightsync.protocol.store_messages import STORE, ManifestStored, SignedManifest, StoreAddress, StorePart
 from weightsync.store.signing import SigningKey, StoredVersion, opened
 
 _FIRST = "trainer/0"
@@ -36,6 +43,15 @@ class _PartsOfVersion:
                 future.exception()  # it may have no reader
 
 
+@dataclass(frozen=True, eq=False)
+class StoredSource:
+    """A stored version to read: its digests, and ranks that stand for those that stored it."""
+
+    version: Version
+    digests: npt.NDArray[np.uint64]
+    ranks: dict[str, PublishingRank]
+
+
 class StoredVersions:
     """Gathers and signs manifests. Only what the trainer's ranks placed here is signed, with the digests that they computed then.
 
@@ -50,8 +66,8 @@ class StoredVersions:
         self._gathering: _PartsOfVersion | None = None
         self.newest: StoredVersion | None = None
         """The newest version in the store, as far as this coordinator knows."""
-        self.url = ""
-        """Where it is."""
+        self.source: StoredSource | None = None
+        """The same, to be read."""
 
     @cached_property
     def key(self) -> SigningKey:
@@ -127,6 +143,26 @@ class StoredVersions:
             raise VersionError(f"version {version} was to be stored, not version {stored.number} of epoch {stored.epoch}")
         order = version.order
         read = await in_thread("reading a manifest", limit, lambda: opened(data, self.key.public, version.run, order))
-        self.newest, self.url, self._gathering = read, stored.url, None
+        self._gathering = None
+        self.adopt(read, stored.url)
         if not gathering.written.done():
             gathering.written.set_result(None)
+
+    def adopt(self, stored: StoredVersion, url: str) -> None:
+        """Let replicas be seeded with a version whose manifest in the store at ``url`` was signed with the run's key.
+
+        That counts as the word of the trainer ranks that placed it: nothing else is signed.
+        """
+        version, host = stored.version, Host(STORE, STORE)
+        hello = Hello(
+            protocol=PROTOCOL, run=version.run, role="trainer", name=STORE, rank=0, world_size=len(stored.layouts),
+            session=version.digest, host=host, pid=0, manifest=(), key=self.key.public,
+        )  # fmt: skip
+        ranks = {}
+        for rank, layout in enumerate(stored.layouts):
+            address = msgspec.json.encode(StoreAddress(url, version.run, *version.order, rank)).decode()
+            offer = Offer(STORE, address, host, Traits(reads=(), encrypted=True))
+            ranks[f"{STORE}/{rank}"] = PublishingRank(structs.replace(hello, rank=rank, offers=(offer,)), stored.manifest, layout)
+        self.newest, self.source = stored, StoredSource(version, stored.digests, ranks)
+        self._publications.published.setdefault(version.order, version)
+        self._publications.claim("trainer", STORE, *version.order)

@@ -53,7 +53,7 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness: int = 0
     """Publications that are newer than ``version``; all that are known, if no version is served."""
     source: str = ""
-    """Who fed it: ``trainer``, or the name of a replica that serves its weights to others."""
+    """Who fed it: ``trainer``, ``store``, or the name of a replica that serves its weights to others."""
     service: str = ""
     base: int | None = None
     """Number of the version whose changed words alone crossed; ``None`` if all bytes did."""

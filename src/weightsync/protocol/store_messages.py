@@ -13,6 +13,20 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 
 
+STORE = "store"
+"""Scheme of the offers of stored versions, and the name of the store as a source."""
+
+
+class StoreAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Address in the offer of a stored version: as JSON, with the run's public key as the offer's key."""
+
+    url: str
+    run: str
+    epoch: _Epoch
+    number: _Number
+    rank: int
+
+
 class StorePart(Message, frozen=True):
     """This trainer rank's objects of a published version are in the store.
 

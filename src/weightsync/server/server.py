@@ -24,7 +24,7 @@ from weightsync.protocol.tokens import Secrets, TokenFile, check_bind, generate,
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
 from weightsync.server.mounts import load_mounts
-from weightsync.server.store_key import store_key
+from weightsync.server.store_key import newest_stored, store_key
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +154,9 @@ async def run_server(
         limiters = [AcceptLimiter(sock, service.asgi, settings, service.connections, context) for sock in listeners]
         try:
             await service.continue_rounds()
+            stored = None if settings.store is None else await newest_stored(settings.store, rounds.run, coordinator.stored)
+            if stored is not None:
+                coordinator.stored.adopt(stored, settings.store or "")
             for limiter in limiters:
                 limiter.open()
             if started is not None:

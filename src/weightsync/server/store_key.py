@@ -1,13 +1,21 @@
-"""The key that signs a run's stored versions, kept beside the history of rounds so that it outlives the coordinator."""
+"""A coordinator's store: the key that signs versions, kept beside the history of rounds; and the newest version."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 
 from weightsync.config import ServerSettings
+from weightsync.coordinator.stored_versions import StoredVersions
+from weightsync.errors import WeightSyncError
 from weightsync.protocol.tokens import kept_secret
-from weightsync.store.catalog import folder_of
-from weightsync.store.signing import SigningKey, new_secret
+from weightsync.store.catalog import folder_of, newest
+from weightsync.store.objects import ObjectStore
+from weightsync.store.signing import SigningKey, StoredVersion, new_secret
+
+_log = logging.getLogger(__name__)
+_SECONDS = 30.0
 
 
 def store_key(settings: ServerSettings, run: str) -> SigningKey:
@@ -27,6 +35,16 @@ def kept_key(settings: ServerSettings, run: str) -> SigningKey | None:
     """Return the key that was given, or that this user keeps of the run; ``None`` if there is none."""
     path = _path(settings, run)
     return store_key(settings, run) if settings.store_key is not None or (path is not None and path.exists()) else None
+
+
+async def newest_stored(url: str, run: str, versions: StoredVersions) -> StoredVersion | None:
+    """Return the newest version of the run in the store; ``None`` if there is none, or the store does not answer in time."""
+    try:
+        reading = asyncio.to_thread(lambda: newest(ObjectStore(url), run, versions.key.public))
+        return await asyncio.wait_for(reading, _SECONDS)
+    except (WeightSyncError, TimeoutError) as error:
+        _log.warning("no replica can be seeded from the store %s yet: %s", url, str(error) or "it does not answer")
+        return None
 
 
 def _path(settings: ServerSettings, run: str) -> Path | None:

@@ -69,6 +69,7 @@ class RankObjects:
         """
         chain = self._extends(published.changed)
         changed, shards = published.changed, published.payload[: self._layout.regions[0]]
+        parts: tuple[Bytes, ...]
         if chain and changed is not None:
             ends = blocks_of(changed.nbytes)
             gap = np.zeros(lists_offset(ends) - 4 * ends, np.uint8)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.model import Version
 from weightsync.protocol.messages import Body, RoundResult
 from weightsync.store.objects import ObjectStore
 from weightsync.store.writer import PublishedBytes, RankObjects, StoreWriter
@@ -47,6 +48,14 @@ class Storing:
         changed = None if changes is None else changes.changed
         published = PublishedBytes(role.region.payload, changed, lambda: header.require_unchanged(stamp))
         self.writer.store(result.version, result.step, published)
+
+    def wait(self, timeout: float | None) -> Version | None:
+        """See :meth:`weightsync.Trainer.wait_until_stored`."""
+        if self.writer is None:
+            return None
+        if not self.writer.wait(self._seconds if timeout is None else timeout):
+            raise DeadlineExceeded("the last version is not in the store yet")
+        return self.writer.last
 
     def close(self) -> None:
         """Wait until the last version is stored, at most as long as the settings say. Safe twice."""

@@ -282,6 +282,14 @@ class Trainer(Closeable):
                 raise ProtocolError(f"the coordinator answered a wait for replicas with {type(answer).__name__}")
             return answer.names
 
+    def wait_until_stored(self, timeout: float | None = None) -> Version | None:
+        """Wait until this rank's last version is in the store, or was given up. Returns the last one that is there.
+
+        ``None`` without a store (``WEIGHTSYNC_STORE``). Raises :class:`~weightsync.errors.DeadlineExceeded` after ``timeout``
+        seconds, by default those that a version may take.
+        """
+        return self._storing.wait(timeout)
+
     @property
     def in_place(self) -> bool:
         """Whether engines read this rank's own GPU memory, of which no copy is kept. Then there is no :meth:`publish_async`."""

@@ -27,6 +27,7 @@ BUILT_IN: dict[str, str] = {
     "nixl": "weightsync.transports.nixl.transport:Nixl",
     "tcp": "weightsync.transports.tcp.transport:Tcp",
     "collective": "weightsync.transports.broadcast.collective:Collective",
+    "store": "weightsync.transports.store:Store",
 }
 """Name to where its class is; fastest first."""
 FROM_HOST_MEMORY = ("shared_memory", "tcp")

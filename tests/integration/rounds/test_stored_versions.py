@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_what_is_published_is_stored_and_stays(where: Path, tmp_path: Path) -> N
     with BackgroundServer(ServerSettings.load(port=0, require=0, state_dir=str(tmp_path / "state"), run="kept")) as server:
         with weightsync.Trainer(trained, server.url, token=server.token, deltas=True) as trainer:
             trainer.publish(step=70)
-            assert trainer._storing.writer is not None and trainer._storing.writer.wait(SECONDS)
+            trainer.wait_until_stored(SECONDS)
             with weightsync.Engine(ModuleAdapter(served), "replica-0", server.url, token=server.token):
                 trainer.wait_for_replicas()
                 with torch.no_grad():
@@ -74,15 +75,13 @@ def test_old_versions_are_removed_where_the_trainer_is_told_to(where: Path, monk
         with weightsync.Trainer(model(), server.url, token=server.token) as trainer:
             for _ in range(4):
                 trainer.publish()
-                assert trainer._storing.writer is not None and trainer._storing.writer.wait(SECONDS)
+                trainer.wait_until_stored(SECONDS)
         assert orders(ObjectStore(str(where)), "kept") == [(1, 2), (1, 3)]
 
 
 def test_a_version_that_is_overtaken_is_dropped_and_said(
     where: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import threading
-
     hold, held = threading.Event(), threading.Event()
     put = ObjectStore.put
 
@@ -110,7 +109,7 @@ def test_a_store_that_fails_does_not_end_training(where: Path, caplog: pytest.Lo
         with weightsync.Trainer(model(), server.url, token=server.token) as trainer:
             (where / "kept").write_text("a file in the way")
             trainer.publish()
-            assert trainer._storing.writer is not None and trainer._storing.writer.wait(SECONDS)
+            trainer.wait_until_stored(SECONDS)
             assert "is not in the store" in caplog.text
             (where / "kept").unlink()
             trainer.publish()
@@ -132,3 +131,120 @@ def test_a_trainer_without_a_copy_cannot_store(where: Path) -> None:
         for state, options in ((weightsync.Stream(), {}), (model(), {"seeds": False})):
             with pytest.raises(ConfigurationError, match="WEIGHTSYNC_STORE needs a copy"):
                 weightsync.Trainer(state, server.url, token=server.token, **options)  # type: ignore[arg-type]
+
+
+# Replicas that join from the store.
+
+
+def joined(server: BackgroundServer, served: torch.nn.Module, name: str, **options: object) -> weightsync.Engine:
+    engine = weightsync.Engine(ModuleAdapter(served), name, server.url, token=server.token, **options)  # type: ignore[arg-type]
+    engine.wait_for_version(0, timeout=SECONDS)
+    return engine
+
+
+def seeded(server: BackgroundServer) -> tuple[weightsync.ReplicaResult, ...]:
+    """The result of the seeding, which ends after the replica serves."""
+    deadline = Deadline(SECONDS)
+    while not (replicas := server.coordinator.status().rounds[-1].replicas):
+        threading.Event().wait(min(0.01, deadline.remaining("the round")))
+    return replicas
+
+
+@pytest.mark.parametrize("delivery", ["direct", "streamed"])
+def test_a_replica_joins_from_the_store_when_the_trainer_is_gone(where: Path, delivery: str) -> None:
+    trained, served = model(), model(1)
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        with weightsync.Trainer(trained, server.url, token=server.token, deltas=True) as trainer:
+            for _ in range(3):
+                trainer.publish()
+                trainer.wait_until_stored(SECONDS)
+                with torch.no_grad():
+                    trained[0].weight[3, :17] += 1  # type: ignore[index, operator, union-attr]
+            trainer.publish()
+        with joined(server, served, "late", delivery=delivery) as engine:
+            assert engine.serving is not None and engine.serving.number == 3
+            assert same(served.state_dict(), trained)
+            [replica] = seeded(server)
+            assert replica.source == "store" and replica.transports == ("store",)
+            assert replica.verified == "installed"
+
+
+def test_a_coordinator_that_starts_knows_what_is_stored(where: Path, tmp_path: Path) -> None:
+    trained, served = model(), model(1)
+    settings = {"port": 0, "require": 0, "run": "kept", "state_dir": str(tmp_path / "state")}
+    with (
+        BackgroundServer(ServerSettings.load(**settings)) as server,
+        weightsync.Trainer(trained, server.url, token=server.token) as trainer,
+    ):
+        trainer.publish(41)
+    with BackgroundServer(ServerSettings.load(**settings)) as server:
+        with joined(server, served, "late") as engine:
+            assert engine.serving is not None and engine.serving.number == 41 and same(served.state_dict(), trained)
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            assert trainer.last_version == 41  # the next one is above it
+            assert trainer.publish().version.number == 42
+
+
+def test_a_store_signed_by_another_key_seeds_nobody(where: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        BackgroundServer(ServerSettings.load(port=0, require=0, run="kept", state_dir="off")) as server,
+        weightsync.Trainer(model(), server.url, token=server.token) as trainer,
+    ):
+        trainer.publish()
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept", state_dir="off")) as server:
+        assert server.coordinator.stored.source is None
+    assert "passed over" in caplog.text and "not signed" in caplog.text
+
+
+def test_what_was_changed_in_the_store_is_never_served(where: Path) -> None:
+    trained, served = model(), model(1)
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            trainer.publish()
+        [path] = where.rglob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+        engine = weightsync.Engine(ModuleAdapter(served), "late", server.url, token=server.token)
+        with engine, pytest.raises(weightsync.DeadlineExceeded):
+            engine.wait_for_version(0, timeout=3.0)
+        [replica] = server.coordinator.status().rounds[-1].replicas
+        assert replica.error is not None and "it was changed" in replica.error and replica.service == "out_of_service"
+
+
+def test_a_key_frame_that_was_removed_fails_that_replica_and_no_more(where: Path) -> None:
+    trained, served = model(), model(1)
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            trainer.publish()
+        [path] = where.rglob("*.safetensors")
+        path.rename(where / "held")
+        engine = weightsync.Engine(ModuleAdapter(served), "late", server.url, token=server.token)
+        with engine:
+            with pytest.raises(weightsync.DeadlineExceeded):
+                engine.wait_for_version(0, timeout=3.0)
+            assert "removed" in (server.coordinator.status().rounds[-1].replicas[0].error or "")
+            (where / "held").rename(path)
+            with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+                trainer.publish()
+            assert engine.serving is not None and engine.serving.number == 1 and same(served.state_dict(), trained)
+
+
+def test_a_replica_that_serves_a_newer_version_keeps_it(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, served = model(), model(1)
+    with (
+        BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server,
+        weightsync.Trainer(trained, server.url, token=server.token) as trainer,
+    ):
+        trainer.publish()
+        trainer.wait_until_stored(SECONDS)
+        monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ConfigurationError("no space")))
+        with torch.no_grad():
+            trained[0].weight[3, :17] += 1  # type: ignore[index, operator, union-attr]
+        with joined(server, served, "replica-0") as engine:
+            trainer.publish()
+            trainer.close()
+            assert engine.serving is not None and engine.serving.number == 1
+            with joined(server, model(2), "late") as late:
+                assert late.serving is not None and late.serving.number == 0
+            assert engine.serving.number == 1 and same(served.state_dict(), trained)

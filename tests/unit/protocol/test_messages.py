@@ -14,7 +14,7 @@ from msgspec import inspect
 from weightsync.errors import ProtocolError
 from weightsync.model import TensorSpec
 from weightsync.model.layout import LayoutColumns
-from weightsync.protocol import messages, update_messages
+from weightsync.protocol import messages, store_messages, update_messages
 from weightsync.protocol.messages import Answer, Body, Call, Frame, Hello, SourceAddress, decode, encode
 
 BODIES: tuple[type[Any], ...] = get_args(Body)
@@ -30,7 +30,9 @@ def _values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.UnionType():
             return st.one_of([_values(one) for one in kind.types])
         case inspect.VarTupleType():
-            return st.lists(_values(kind.item_type), max_size=min(3, kind.max_length or 3)).map(tuple)
+            return st.lists(_values(kind.item_type), min_size=kind.min_length or 0, max_size=min(3, kind.max_length or 3)).map(
+                tuple
+            )
         case inspect.DictType():
             return st.dictionaries(_values(kind.key_type), _values(kind.value_type), max_size=3)
         case inspect.LiteralType():
@@ -64,7 +66,7 @@ several = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_every_message_of_the_module_is_among_them() -> None:
     structs = {
         found
-        for found in (vars(messages) | vars(update_messages)).values()
+        for found in (vars(messages) | vars(store_messages) | vars(update_messages)).values()
         if isinstance(found, type) and issubclass(found, update_messages.Message)
     }
     assert structs - {update_messages.Message} == set(ALL)

@@ -1,0 +1,133 @@
+"""A store as a source: engine ranks read a stored version of a trainer rank's shards, as they would read its region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.config import variable
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, TransportUnavailable
+from weightsync.protocol.messages import Host, Offer, Traits, decoding
+from weightsync.protocol.store_messages import STORE, StoreAddress
+from weightsync.store.catalog import load
+from weightsync.store.objects import ObjectStore, missing_library
+from weightsync.store.region import StoredRegion
+from weightsync.tensors.copy_table import CopyTable
+from weightsync.transports.base import LOOPBACK, BlockingReader, Network, Transport
+
+
+class Store(Transport):
+    """Reads from a store. There is nothing to publish by it: a trainer's store writer is no publisher."""
+
+    name = STORE
+    traits = Traits(reads=(), writes=("host",), reach="network", encrypted=True)
+
+    def unavailable(self) -> str | None:
+        """See :meth:`weightsync.transports.base.Transport.unavailable`."""
+        return missing_library()
+
+    def reaches(self, offer: Offer, local_host: Host) -> bool:
+        """See :meth:`weightsync.transports.base.Transport.reaches`."""
+        return True
+
+    def publish(self, region: Any, key: bytes, local_host: Host, network: Network = LOOPBACK) -> NoReturn:  # noqa: ANN401
+        """See :meth:`weightsync.transports.base.Transport.publish`."""
+        raise TransportUnavailable("a store is written by trainers with WEIGHTSYNC_STORE, and not a transport to publish by")
+
+    def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StoreReader:
+        """See :meth:`weightsync.transports.base.Transport.open`. ``key`` is the public key of the run."""
+        with decoding("the offer of a store has no address of one"):
+            address = msgspec.json.decode(offer.address, type=StoreAddress)
+        return StoreReader(address, key, deadline)
+
+
+class StoreReader(BlockingReader):
+    """Reads one trainer rank's part of one version, see :class:`~weightsync.transports.base.Reader`.
+
+    Where this process has a store of its own in its settings, it reads there.
+    """
+
+    def __init__(self, address: StoreAddress, public: bytes, deadline: Deadline) -> None:
+        self._address, self._public = address, public
+        self._what = f"version {address.number} of epoch {address.epoch} in the store"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-store-open")
+        self._aborted: Future[None] = Future()
+        self._region: StoredRegion | None = None
+        self._layout_digest = ""
+        try:
+            self._bounded(self._open, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        address = self._address
+        store = ObjectStore(variable("WEIGHTSYNC_STORE") or address.url)
+        version = load(store, address.run, (address.epoch, address.number), self._public)
+        if not 0 <= address.rank < len(version.layouts):
+            raise ProtocolError(f"{self._what} has no rank {address.rank}")
+        layout = version.layouts[address.rank]
+        self._layout_digest = layout.digest
+        self._region = StoredRegion(store, version.stored.ranks[address.rank].chain, layout.regions[0])
+
+    def _bounded(self, work: Callable[[], None], deadline: Deadline) -> None:
+        """Run what may wait for the store, until the deadline or an abort."""
+        running = self._thread.submit(work)
+        wait((running, self._aborted), deadline.left, FIRST_COMPLETED)
+        if self._aborted.done():
+            raise Aborted(f"opening {self._what} was aborted")
+        if not running.done():
+            raise DeadlineExceeded(f"opening {self._what} did not finish within {deadline.seconds:g} s")
+        running.result()
+
+    @property
+    def _opened(self) -> StoredRegion:
+        if self._region is None:
+            raise PeerLost(f"{self._what} is closed")
+        return self._region
+
+    def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.prepare`."""
+        if layout_digest != self._layout_digest:
+            raise StaleSource(f"{self._what} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+        self._opened.prepare(groups)
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.begin`."""
+        self.require(version, deadline)
+        self._opened.begin()
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.require`."""
+        if version != self._address.number:
+            raise StaleSource(f"version {version} was asked for, and this is {self._what}")
+
+    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+        """See :meth:`weightsync.transports.base.Reader.read`."""
+        if not 0 <= group < self._opened.groups:
+            raise ProtocolError(f"group {group} was not prepared: there are {self._opened.groups}")
+        self._opened.read(group, deadline, digests)
+
+    def end(self, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.end`. What is stored never changes."""
+
+    def abort(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.abort`."""
+        with suppress(InvalidStateError):
+            self._aborted.set_result(None)
+        if self._region is not None:
+            self._region.abort()
+
+    def close(self) -> None:
+        """See :meth:`weightsync.transports.base.Reader.close`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        region, self._region = self._region, None
+        if region is not None:
+            region.close()

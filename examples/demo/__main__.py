@@ -123,7 +123,7 @@ def demo(
     python -m examples.demo
     python -m examples.demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
     python -m examples.demo --kill
-    python -m examples.demo --store /tmp/versions --kill-trainer
+    python -m examples.demo --store versions --kill-trainer
     ```
     """
     missing = next((name for name in ("transformers", "tokenizers", "safetensors") if find_spec(name) is None), None)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.errors import CommandGroup
-from weightsync.cli.help import Command
+from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import Json
 
 if TYPE_CHECKING:

@@ -130,6 +130,18 @@ def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) 
     run.check_nothing_is_left()
 
 
+@pytest.mark.timeout(240)
+def test_a_replica_joins_from_the_store_after_the_trainers_end(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("--store", str(tmp_path / "versions"), "--kill-trainer")
+    out, errors = run.process.communicate(timeout=230)
+    assert run.process.returncode == 0, errors
+    found = json.loads(out)
+    assert found["ok"] is True
+    assert found["joined"] == {"name": "replica-1", "state": "loaded", "version": 2, "digest": found["trainer_digest"]}
+    assert "joined from the store" in errors
+    run.check_nothing_is_left()
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed here")

@@ -298,13 +298,11 @@ class Timeouts(_Checked, frozen=True, kw_only=True):
     heartbeat: Seconds = 10.0
     """Seconds between pings to the coordinator, and until the pong to one."""
     publish: Seconds = 300.0
-    """Seconds for a publication, from the call to the round's result."""
+    """Seconds for a publication, from the call to the round's result; and for storing a version, which ``close`` waits for."""
     replicas: Seconds = 600.0
     """Seconds that ``Trainer.wait_for_replicas`` waits."""
     version: Seconds = 600.0
     """Seconds that ``Engine.wait_for_version`` waits."""
-    store: Seconds = 300.0
-    """Seconds that a version may take from a rank's objects in the store to its manifest. ``Trainer.close`` waits as long."""
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,10 +326,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: Count = 512 << 20
     """Bytes of one message from the coordinator."""
     store: str | None = None
-    """Where trainer ranks store every version, and engine ranks read stored ones: a folder, or ``s3://bucket/prefix``. An engine
-    rank that has none reads where the coordinator says."""
-    store_every: Count = 16
-    """A stored version is a whole key frame at least every so many versions; the others may be deltas."""
+    """Where trainer ranks store versions, and engine ranks read them instead of there: a folder, or ``s3://bucket/prefix``."""
     store_keep: Count | None = None
     """Versions that the trainer leaves in the store, the newest ones; by default all."""
     metrics_port: Port | None = None
@@ -564,20 +559,14 @@ class Variable(NamedTuple):
 
 VARIABLES = {
     "WEIGHTSYNC_TOKEN_FILE": Variable("all", "File with the token, instead of ``WEIGHTSYNC_TOKEN``; both is an error."),
-    "WEIGHTSYNC_OPERATOR_TOKEN_FILE": Variable(
-        "coordinator, ``weightsync round``, ``weightsync revoke``", "File with the operator's token."
-    ),
-    "WEIGHTSYNC_METRICS_TOKEN_FILE": Variable(
-        "coordinator, processes with ``WEIGHTSYNC_METRICS_PORT``", "File with the token that admits to ``/metrics`` only."
-    ),
+    "WEIGHTSYNC_OPERATOR_TOKEN_FILE": Variable("coordinator, operators' commands", "File with the operator's token."),
+    "WEIGHTSYNC_METRICS_TOKEN_FILE": Variable("coordinator, agents", "File with the token that admits to ``/metrics`` only."),
     "WEIGHTSYNC_ROUTER_TOKEN_FILE": Variable("coordinator", "File with the secret that routers ask for."),
     "WEIGHTSYNC_STORE_KEY_FILE": Variable("coordinator", "File with the private key that signs the run's stored versions."),
     "WEIGHTSYNC_STORE_PUBLIC_KEY": Variable("``weightsync store``", "The run's public key, as ``weightsync store key`` prints it."),
     "WEIGHTSYNC_REPLICA": Variable("engines", "Replica that this process is a rank of.", "vLLM and SGLang: host and process id"),
     "WEIGHTSYNC_REPLICA_URL": Variable("engines", "URL at which routers reach this replica, told to them by the coordinator."),
-    "WEIGHTSYNC_DELIVERY": Variable(
-        "vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if the model can be written directly.", "``auto``"
-    ),
+    "WEIGHTSYNC_DELIVERY": Variable("vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if possible.", "``auto``"),
     "WEIGHTSYNC_DRAFT_PREFIX": Variable("vLLM", "Prefix of the names of a speculative decoder's tensors."),
     "WEIGHTSYNC_UPDATE_NETWORKS": Variable(
         "vLLM", "Networks in which the process group of an update from outside may meet, separated by commas.", "any"

@@ -149,15 +149,12 @@ def show_version(version: _Version = None, store: _Store = None, run: _Run = Non
 
     opened = _Opened(store, run, key)
     stored = opened.load(opened.order(version))
-    objects = [
-        {"rank": number, "path": item.path, "kind": item.kind, "bytes": item.nbytes}
-        for number, rank in enumerate(stored.stored.ranks)
-        for item in rank.chain
-    ]
+    objects = [(number, item) for number, rank in enumerate(stored.stored.ranks) for item in rank.chain]
+    listed = [{"rank": number, "path": item.path, "kind": item.kind, "bytes": item.nbytes} for number, item in objects]
     described = _row(opened, stored.version.order) | {"manifest": stored.version.manifest, "tensors": len(stored.manifest)}
-    rows = ((item["rank"], item["kind"], size(item["bytes"]), item["path"]) for item in objects)
+    rows = ((number, item.kind, size(item.nbytes), item.path) for number, item in objects)
     show(
-        described | {"object_list": objects},
+        described | {"object_list": listed},
         lambda _: titled_table(f"{stored.version} {stored.version.digest}", ("rank", "kind", "bytes", "~object"), rows),
         as_json=json,
     )

@@ -71,10 +71,7 @@ async def _nobody() -> None:
 
 
 class Coordinator:
-    """Control side of one run. Call all methods on one event loop; close it with :meth:`aclose`.
-
-    ``store_key`` returns the key that signs the run's stored versions; it is called when the first one is stored.
-    """
+    """Control side of one run, on one event loop; close it with :meth:`aclose`. ``store_key`` makes the key of stored versions."""
 
     def __init__(self, settings: RoundSettings, store_key: Callable[[], SigningKey] | None = None) -> None:
         self.settings = settings
@@ -224,8 +221,8 @@ class Coordinator:
         """Version with which replicas can be seeded now: of the trainer, of replicas that serve it to others, or of the store."""
         current = self._publications.current(self._members.trainers)
         others = serving_weights(self._members, self._publications)
-        stored = self.stored.source if not self._members.streams else None
-        return current.version if current else next((replica.version for replica in others), stored and stored.version)
+        stored = None if self._members.streams or self.stored.newest is None else self.stored.newest.version
+        return current.version if current else next((replica.version for replica in others), stored)
 
     def _stored(self, epoch: int, number: int) -> StoredSource | None:
         """The version in the store, if it is this one and the trainer does not hold it."""
@@ -526,6 +523,7 @@ class Coordinator:
             trainer_expected=self._members.trainer_expected,
             trainer_gone=gone,
             alerts=alerts_of(replicas, gone, self._past),
+            stored=None if self.stored.newest is None else self.stored.newest.version,
         )
 
     def routes(self) -> dict[str, tuple[str, Version | None]]:
@@ -546,6 +544,7 @@ class Coordinator:
             late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             slowest=self._past.traces[-1].slowest_by_phase if self._past.traces else {},
+            stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
         )
 
     @property

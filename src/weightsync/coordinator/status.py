@@ -108,6 +108,8 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Trainer ranks whose connection ended other than on purpose and that have not come back."""
     alerts: tuple[Alert, ...] = ()
     """Problems, the worst first."""
+    stored: Version | None = None
+    """Newest version in the store, as far as the coordinator knows."""
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):
@@ -138,3 +140,5 @@ class Gauges(msgspec.Struct, frozen=True):
     """Number of connected replicas that could be seeded and do not serve the version that the trainer holds."""
     slowest: dict[str, SlowestSpan] = {}
     """Slowest rank of the last round by phase."""
+    stored: int = -1
+    """Number of the newest version in the store; -1 if none is known."""

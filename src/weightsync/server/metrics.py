@@ -39,6 +39,7 @@ COORDINATOR_METRICS = (
     Declared("build_info", "gauge", ("version", "protocol"), "1; the labels say which release runs."),
     Declared("run_info", "gauge", ("run",), "1; the label is the id of the run."),
     Declared("published_version", "gauge", (), "Highest published version number of the latest epoch; -1 before the first."),
+    Declared("stored_version", "gauge", (), "Number of the newest version in the store; -1 if none is known."),
     Declared("published_epoch", "gauge", (), "Latest epoch in which a version was published."),
     Declared("trainer_ranks", "gauge", (), "Connected trainer ranks."),
     Declared("replicas", "gauge", ("state", "service"), "Known replicas by state. Tensors of refused ones differ."),
@@ -192,7 +193,7 @@ class CoordinatorMetrics:
         for name, value in (
             ("published_version", state.last), ("published_epoch", state.epoch), ("trainer_ranks", len(state.trainer)),
             ("replicas_late", state.late), ("replicas_not_updated", state.missed), ("round_running", state.busy),
-            ("rounds_queued", state.queued),
+            ("rounds_queued", state.queued), ("stored_version", state.stored),
         ):  # fmt: skip
             registry.set(name, float(value))
         registry.replace("router_settled", [({"router": name}, float(settled)) for name, settled in routers.items()])

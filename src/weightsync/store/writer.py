@@ -54,7 +54,7 @@ class RankObjects:
         every: Most objects of a chain: a key frame is written at least so often. Also if the deltas would have more bytes than it.
     """
 
-    def __init__(self, store: ObjectStore, rank: int, manifest: Manifest, layout: Layout, every: int) -> None:
+    def __init__(self, store: ObjectStore, rank: int, manifest: Manifest, layout: Layout, every: int = 16) -> None:
         self._store, self._rank, self._every = store, rank, every
         self._manifest, self._layout = manifest, layout
         self._confirmed: tuple[tuple[int, int], tuple[StoredObject, ...]] | None = None

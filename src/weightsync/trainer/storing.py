@@ -25,7 +25,7 @@ class Storing:
     def __init__(
         self, settings: ClientSettings, role: TrainerRole | StreamRole, rank: int, call: Callable[[Body, float], Body]
     ) -> None:
-        self._seconds, self._role = settings.timeouts.store, role
+        self._seconds, self._role = settings.timeouts.publish, role
         self.writer: StoreWriter | None = None
         if settings.store is None:
             return
@@ -35,7 +35,7 @@ class Storing:
                 'module, with transports=["shared_memory", "tcp"] where the weights are on a GPU, and without seeds=False'
             )
         store = ObjectStore(settings.store)
-        objects = RankObjects(store, rank, role.manifest, role.layout, settings.store_every)
+        objects = RankObjects(store, rank, role.manifest, role.layout)
         self.writer = StoreWriter(objects, store, rank, call, self._seconds, settings.store_keep)
 
     def published(self, result: RoundResult) -> None:

@@ -56,7 +56,7 @@ def test_what_is_published_is_stored_and_stays(where: Path, tmp_path: Path) -> N
             with weightsync.Engine(ModuleAdapter(served), "replica-0", server.url, token=server.token):
                 trainer.wait_for_replicas()
                 with torch.no_grad():
-                    trained[0].weight[3, :17] += 1  # type: ignore[index, operator, union-attr]
+                    trained[0].weight[3, :17] += 1  # type: ignore[index]
                 trainer.publish(step=71)
         store = ObjectStore(str(where))
         assert same(in_store(store, server, 1), trained) and same(in_store(store, server, 1), served)
@@ -159,7 +159,7 @@ def test_a_replica_joins_from_the_store_when_the_trainer_is_gone(where: Path, de
                 trainer.publish()
                 trainer.wait_until_stored(SECONDS)
                 with torch.no_grad():
-                    trained[0].weight[3, :17] += 1  # type: ignore[index, operator, union-attr]
+                    trained[0].weight[3, :17] += 1  # type: ignore[index]
             trainer.publish()
         with joined(server, served, "late", delivery=delivery) as engine:
             assert engine.serving is not None and engine.serving.number == 3
@@ -167,6 +167,8 @@ def test_a_replica_joins_from_the_store_when_the_trainer_is_gone(where: Path, de
             [replica] = seeded(server)
             assert replica.source == "store" and replica.transports == ("store",)
             assert replica.verified == "installed"
+            status, gauges = server.coordinator.status(), server.coordinator.gauges()
+            assert status.stored is not None and status.stored.number == gauges.stored == 3
 
 
 def test_a_coordinator_that_starts_knows_what_is_stored(where: Path, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_replica_that_serves_a_newer_version_keeps_it(where: Path, monkeypatch
         trainer.wait_until_stored(SECONDS)
         monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ConfigurationError("no space")))
         with torch.no_grad():
-            trained[0].weight[3, :17] += 1  # type: ignore[index, operator, union-attr]
+            trained[0].weight[3, :17] += 1  # type: ignore[index]
         with joined(server, served, "replica-0") as engine:
             trainer.publish()
             trainer.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.errors import ConfigurationError, DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
 from weightsync.protocol.messages import Body, RoundResult
 from weightsync.store.objects import ObjectStore
@@ -13,6 +14,8 @@ from weightsync.store.writer import PublishedBytes, RankObjects, StoreWriter
 from weightsync.trainer.stream import StreamRole
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.host.region import PublishedRegion
+
+_log = logging.getLogger(__name__)
 
 
 class Storing:
@@ -43,10 +46,14 @@ class Storing:
         role = self._role
         if self.writer is None or isinstance(role, StreamRole) or not isinstance(role.region, PublishedRegion):
             return
-        header, changes = role.region.header, role.changes
-        stamp = header.require(result.version.number)
-        changed = None if changes is None else changes.changed
-        published = PublishedBytes(role.region.payload, changed, lambda: header.require_unchanged(stamp))
+        try:
+            payload, header = role.region.payload, role.region.header
+            stamp = header.require(result.version.number)
+        except WeightSyncError as error:  # the trainer is being closed
+            _log.warning("version %s is not in the store: %s", result.version, error)
+            return
+        changed = None if role.changes is None else role.changes.changed
+        published = PublishedBytes(payload, changed, lambda: header.require_unchanged(stamp))
         self.writer.store(result.version, result.step, published)
 
     def wait(self, timeout: float | None) -> Version | None:

@@ -131,8 +131,10 @@ def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) 
 
 
 @pytest.mark.timeout(240)
-def test_a_replica_joins_from_the_store_after_the_trainers_end(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("--store", str(tmp_path / "versions"), "--kill-trainer")
+def test_a_replica_joins_from_the_store_after_the_trainers_end(
+    start: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = start("--store", str(tmp_path_factory.mktemp("versions")), "--kill-trainer")
     out, errors = run.process.communicate(timeout=230)
     assert run.process.returncode == 0, errors
     found = json.loads(out)

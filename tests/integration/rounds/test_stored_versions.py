@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import weightsync
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, StaleSource
 from weightsync.server.server import BackgroundServer
 from weightsync.store.catalog import load, newest, orders
 from weightsync.store.objects import ObjectStore
@@ -250,3 +251,66 @@ def test_a_replica_that_serves_a_newer_version_keeps_it(where: Path, monkeypatch
             with joined(server, model(2), "late") as late:
                 assert late.serving is not None and late.serving.number == 0
             assert engine.serving.number == 1 and same(served.state_dict(), trained)
+
+
+# Several ranks.
+
+
+def both(server: BackgroundServer, work: Callable[[int, weightsync.Trainer], None], trained: torch.nn.Module) -> None:
+    """Run ``work`` in two trainer ranks, threads here, each of which holds all of ``trained``."""
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            with weightsync.Trainer(trained, server.url, token=server.token, rank=number, world_size=2) as trainer:
+                work(number, trainer)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_version_exists_when_every_rank_has_stored_its_part(where: Path) -> None:
+    trained = model()
+
+    def work(number: int, trainer: weightsync.Trainer) -> None:
+        trainer.publish()
+        stored = trainer.wait_until_stored(SECONDS)
+        assert stored is not None and stored.number == 0  # of both ranks
+
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        both(server, work, trained)
+        version = load(ObjectStore(str(where)), "kept", (1, 0), server.coordinator.stored.key.public)
+        assert len(version.stored.ranks) == 2 and len(version.objects) == 2
+        assert same(in_store(ObjectStore(str(where)), server, 0), trained)
+
+
+def test_a_rank_that_cannot_store_costs_that_version_alone(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, ended = ObjectStore.put, threading.Event()
+
+    def failing(self: ObjectStore, path: str, parts: Iterable[bytes]) -> None:
+        if "/1.0.1-" in path:
+            raise StaleSource("this rank cannot store version 0")
+        put(self, path, parts)
+
+    monkeypatch.setattr(ObjectStore, "put", failing)
+
+    def work(number: int, trainer: weightsync.Trainer) -> None:
+        trainer.publish()
+        if number == 1:  # the other rank waits for this one's part, until there is a later version
+            assert trainer.wait_until_stored(SECONDS) is None
+            ended.set()
+        ended.wait(SECONDS)
+        trainer.publish()
+        stored = trainer.wait_until_stored(SECONDS)
+        assert stored is not None and stored.number == 1
+
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        both(server, work, model())
+        assert orders(ObjectStore(str(where)), "kept") == [(1, 1)]

@@ -22,8 +22,10 @@ from weightsync.errors import (
     TransportError,
     VerificationError,
 )
+from weightsync.model.dtypes import ITEMSIZE
 from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK
 from weightsync.store.catalog import collect_garbage, load, manifest_path, newest, orders
+from weightsync.store.containers import SAFETENSORS_DTYPES
 from weightsync.store.objects import ObjectStore
 from weightsync.store.region import StoredRegion
 from weightsync.store.restore import check_object, export, tensors_of
@@ -106,6 +108,10 @@ def test_key_frames_and_deltas_are_safetensors_files(tmp_path: Path) -> None:
     assert {name: tensor.tolist() for name, tensor in key.items() if "_padding" not in name} == {
         name: tensor.tolist() for name, tensor in fresh.items()
     }
+
+
+def test_every_dtype_has_a_name_in_safetensors_files() -> None:
+    assert set(SAFETENSORS_DTYPES) == set(ITEMSIZE)
 
 
 def test_a_box_of_a_tensor_has_its_bounds_behind_its_name(tmp_path: Path) -> None:

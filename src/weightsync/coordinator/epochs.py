@@ -20,7 +20,7 @@ class Epochs:
     """Grants one new epoch to each set of trainer processes that asks for one.
 
     Grants survive a restart of either side: this object remembers them by process, and trainer ranks report theirs
-    (``Hello.epoch``).
+    (``Hello.epoch``). While only engine ranks know a version, grants do not bind: the trainer follows what the engines report.
     """
 
     def __init__(self, publications: Publications) -> None:
@@ -67,4 +67,6 @@ class Epochs:
         return epoch
 
     def _granted_to(self, rank: TrainerRank) -> int | None:
+        if self._publications.witness:
+            return None  # nothing was published in any grant, and the next epoch may be a false claim
         return self._granted.get(rank.hello.session) or rank.hello.epoch or None

@@ -226,6 +226,22 @@ async def test_what_an_engine_claims_does_not_end_the_publications_of_a_trainer(
     assert results[0].version.order == (1, 9)
 
 
+@pytest.mark.parametrize("granted", ["here", "by an earlier coordinator"])
+@virtual
+async def test_a_claim_of_the_next_epoch_does_not_end_a_trainer_whose_first_publication_failed(granted: str) -> None:
+    """Found by schedule 2001831: the trainer had been granted epoch 1, in which nothing was published."""
+    world = World()
+    for rank in range(2):
+        add(world, rank, new_epoch=False, epoch=0 if granted == "here" else 1)
+    if granted == "here":
+        world.faults["trainer/1", "place"] = "fail"
+        with pytest.raises(Exception, match="told to fail"):
+            await world.publish(4)
+    claim(world, (2, 0))
+    assert (await world.publish(8)).version.order == (2, 8)
+    assert (await world.publish(9)).version.order == (2, 9)
+
+
 @pytest.mark.parametrize("order", [FIRST, MOST, ((1 << 30) + 1, (1 << 62) + 1)])
 @virtual
 async def test_a_claim_that_leaves_no_room_for_later_numbers_is_ignored(order: tuple[int, int]) -> None:

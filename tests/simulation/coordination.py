@@ -154,7 +154,7 @@ class CoordinatorProcess(Process):
                 seen[f"phase {phase}"] += 1
             case RoundStarted(seeding=seeding):
                 self._round = (world.loop.time(), world.jumped, seeding)
-                self._limit = _LONGEST if seeding else self._until - world.loop.time()
+                self._limit = _LONGEST if seeding else max(self._until - world.loop.time(), 0.0)  # a clock may have jumped past it
                 known = self.coordinator._members.replicas.values()
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
             case ReplicaEnded(result=result) if result.error is None:

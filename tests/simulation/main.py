@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context, parent_process
@@ -29,12 +29,14 @@ from tests.simulation.schedule import Outcome
 
 __all__ = ["census", "hunt", "main", "run_all", "run_many"]
 
-_CHUNK = 25
+_CHUNK = 10
 _SHOWN = 5
 _ENOUGH_FOR_ALL = 2000
 """Schedules from which on everything that can occur must have occurred."""
 _REAL_SECONDS = 120.0
 """Of a schedule that takes some hundredths of one; after them, something in it really waits."""
+_REARM_SECONDS = 10.0
+"""Seconds after which the watch over such waits is set again. Setting it starts a thread: a fiftieth of a schedule's time."""
 _MOST_SEEDS = 1500
 """Schedules in which a mutant must be caught."""
 
@@ -55,7 +57,8 @@ def _end_with(sentinel: int) -> None:
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
-    context = get_context("spawn")
+    context = get_context("forkserver")  # what is imported is imported once, and its pages are shared
+    context.set_forkserver_preload([__name__])
     return ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(context.Value("i", 0),))
 
 
@@ -67,26 +70,33 @@ def _prepare(core: int) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported stays: without this, looking at it over and over takes a fifth of the time
-    gc.set_threshold(50_000, 20, 100)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[core % len(cores)]})
 
 
-def _run(seed: int) -> Outcome:
-    """The schedule of ``seed``. All its threads are one: a real wait would never end, so it ends the process, and says where."""
-    faulthandler.dump_traceback_later(_REAL_SECONDS, exit=True, file=2)
+def _outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
+    """Run schedules, one after the other. All threads of one are one: a real wait would never end, so it ends the process."""
+    armed, collecting = -_REARM_SECONDS, gc.isenabled()
+    gc.disable()
     try:
-        return run_schedule(seed)
+        for seed in seeds:
+            gc.collect(1)  # of the schedule before, not in the middle of one
+            if time.monotonic() - armed >= _REARM_SECONDS:
+                faulthandler.dump_traceback_later(_REAL_SECONDS, exit=True, file=2)
+                armed = time.monotonic()
+            yield run_schedule(seed)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if collecting:
+            gc.enable()
 
 
-def run_many(seeds: Sequence[int]) -> Outcome:
+def run_many(seeds: Iterable[int]) -> Outcome:
     """The schedules of ``seeds``, one after the other."""
     total = Outcome()
-    for seed in seeds:
-        total.add(_run(seed))
+    for outcome in _outcomes(seeds):
+        total.add(outcome)
     return total
 
 
@@ -94,10 +104,9 @@ def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int |
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
     first += STREAMS if name in STREAM_MUTANTS else PEOPLE if name in PEOPLE_MUTANTS else 0
     with MUTANTS[name]():
-        for count in range(most):
-            failed = _run(first + count).failed
-            if failed:
-                return name, count + 1, failed[0][1][0]
+        for count, outcome in enumerate(_outcomes(range(first, first + most)), 1):
+            if outcome.failed:
+                return name, count, outcome.failed[0][1][0]
     return name, None, ""
 
 
@@ -148,7 +157,7 @@ def _report(failed: list[tuple[int, list[str]]]) -> None:
 
 def _one(seed: int) -> int:
     _prepare(0)
-    outcome = _run(seed)
+    outcome = run_many([seed])
     for _, lines in outcome.failed:
         print("\n".join(line.rstrip() for line in lines))
     print(

@@ -34,6 +34,11 @@ class MovingMemory(Memory):
     def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
         super().__init__(rank, ranks, sharing)
         self.module = torch.nn.Module()
+        self._owners: list[tuple[dict[str, Any], str]] = []
+        """For each shard, where a module keeps its parameter, and under what name."""
+        made = torch.zeros(self._shape.nbytes, dtype=torch.uint8)
+        self._made, self._parts = made.numpy(), self._shape.parts(made)
+        """For copies of all parameters, one after the other."""
         self._left: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
         """Everything that parameters ever were: who writes there by mistake must not end this process, too."""
@@ -41,6 +46,9 @@ class MovingMemory(Memory):
         self._broken: tuple[int, torch.Tensor] | None = None
         for shard in self.shards:
             self._own(shard.name, torch.nn.Parameter(shard.tensor.clone(), requires_grad=False))
+        for shard in self.shards:
+            path, _, last = shard.name.rpartition(".")
+            self._owners.append((self.module.get_submodule(path)._parameters, last))
 
     def _own(self, name: str, parameter: torch.nn.Parameter) -> None:
         *path, last = name.split(".")
@@ -53,7 +61,7 @@ class MovingMemory(Memory):
 
     def parameters(self) -> list[torch.Tensor]:
         """The live ones, in the order of the shards."""
-        return [self.module.get_parameter(shard.name) for shard in self.shards]
+        return [parameters[name] for parameters, name in self._owners]
 
     def state(self) -> Any:
         """What a trainer is made of."""
@@ -62,11 +70,11 @@ class MovingMemory(Memory):
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """All bytes, as :class:`Memory` has them."""
-        held = np.zeros(self._shape.nbytes, np.uint8)
-        for tensor, first, size in zip(self.parameters(), self._shape.offsets, self._shape.sizes, strict=False):
-            if tensor.untyped_storage().nbytes() and size == tensor.nbytes:
-                held[first : first + size] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return held
+        self._made[:] = 0
+        for tensor, part in zip(self.parameters(), self._parts, strict=True):
+            if tensor.shape == part.shape:
+                part.copy_(tensor)
+        return self._made.copy()
 
     @bytes.setter
     def bytes(self, value: npt.NDArray[np.uint8]) -> None:
@@ -74,9 +82,9 @@ class MovingMemory(Memory):
 
     def put(self, content: npt.NDArray[np.uint8]) -> None:
         """Change values in place, as an optimizer does."""
-        for tensor, shard, first, size in zip(self.parameters(), self.shards, self._shape.offsets, self._shape.sizes, strict=False):
-            part = torch.from_numpy(content[first : first + size].copy()).view(shard.tensor.dtype).view(shard.box.shape)
-            tensor.data.copy_(part if size == tensor.nbytes and tensor.shape == part.shape else part.reshape(tensor.shape))
+        self._made[:] = content
+        for tensor, part in zip(self.parameters(), self._parts, strict=True):
+            tensor.data.copy_(part)
 
     def fill(self, number: int, salt: int) -> None:
         """See :meth:`Memory.fill`."""

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 import weightsync.coordinator.agent_messages
+import weightsync.coordinator.planner
 import weightsync.engine.engine_role
 import weightsync.engine.fill.filler
+import weightsync.engine.fill.streamed
+import weightsync.engine.fill.windows
 import weightsync.engine.read_back
 import weightsync.protocol.dial
+import weightsync.publishing.host_changes
 import weightsync.publishing.published_shards
+import weightsync.trainer.stream_plan
+import weightsync.trainer.trainer_role
+import weightsync.transports.host.mapped
 import weightsync.transports.host.memory
 from weightsync.coordinator import negotiation
 from weightsync.model import Layout, Manifest
+from weightsync.model.window import WindowPart, window_layout
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, plan_transfer
 from weightsync.protocol.agent_proof import proving_connection
-from weightsync.tensors.copy_table import tiles_of
+from weightsync.tensors.copies import check_tiles
+from weightsync.tensors.copy_table import CopyTable, tiles_of
+from weightsync.tensors.digest import DigestConstants
 from weightsync.tensors.memory_layout import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard
 from weightsync.transports.host.memory import available_bytes
@@ -32,6 +46,8 @@ from weightsync.transports.host.memory import available_bytes
 __all__ = ["REMEMBERED"]
 
 _MOST_RESULTS = 1 << 14
+_REGION_BITS = 40
+"""Regions of fewer bytes than 2 to this power."""
 
 Key = Callable[..., tuple[Hashable, ...]]
 
@@ -95,7 +111,35 @@ def _in_place(manifest: Manifest, shards: Sequence[Shard], **options: Any) -> tu
 
 
 def _tiles_key(manifest: Manifest, pieces: Pieces, layout: Layout, addresses: Sequence[int], groups: Any) -> tuple[Hashable, ...]:
-    return manifest, pieces.digest, len(pieces.sources), layout.digest, tuple(addresses), tuple(groups)
+    return manifest, pieces.digest, len(pieces.sources), layout.digest, len(addresses), tuple(groups)
+
+
+_tiles_anywhere = _remembering(
+    lambda manifest, pieces, layout, addresses, groups: tiles_of(
+        manifest, pieces, layout, [index << _REGION_BITS for index in range(len(addresses))], groups
+    ),
+    _tiles_key,
+)
+
+
+def _tiles(manifest: Manifest, pieces: Pieces, layout: Layout, addresses: Sequence[int], groups: Any) -> list[list[CopyTable]]:
+    """The same tiles wherever the regions begin: made once, and moved there."""
+    made, bases = _tiles_anywhere(manifest, pieces, layout, addresses, groups), np.array(addresses, np.int64)
+    return [[_moved(tiles, bases) for tiles in row] for row in made]
+
+
+def _moved(tiles: CopyTable, bases: npt.NDArray[np.int64]) -> CopyTable:
+    return replace(tiles, target=bases[tiles.target >> _REGION_BITS] + (tiles.target & ((1 << _REGION_BITS) - 1)))
+
+
+def _tile_columns(tiles: CopyTable, sizes: Sequence[int]) -> tuple[Hashable, ...]:
+    """What the check of a table's sources looks at."""
+    columns = tiles.region, tiles.source, tiles.source_stride, tiles.rows, tiles.row_bytes
+    return len(tiles.target), tuple(sizes), *(column.tobytes() for column in columns)
+
+
+def _window(parts: Sequence[WindowPart], nbytes: int, *, assembled: bool = False) -> tuple[Hashable, ...]:
+    return *parts, nbytes, assembled
 
 
 def _pieces_key(manifest: Manifest, layout: Layout, *rest: Any) -> tuple[Hashable, ...]:
@@ -108,6 +152,9 @@ def _columns_of(layout: Layout, manifest: Manifest) -> tuple[Hashable, ...]:
 
 
 _cover = _remembering(_covered, _cover_key)
+_available = functools.cache(available_bytes)
+_constants = functools.lru_cache(maxsize=64)(DigestConstants)
+_window_layout = _remembering(window_layout, _window)
 
 REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (negotiation, "coverage_of", _cover),
@@ -119,9 +166,19 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (weightsync.engine.engine_role, "check_writable", lambda *_: None),
     (weightsync.engine.read_back, "layout_in_place", _in_place),
     (weightsync.engine.fill.filler, "coverage_of", _cover),
-    (weightsync.engine.fill.filler, "tiles_of", _remembering(tiles_of, _tiles_key)),
+    (weightsync.engine.fill.filler, "tiles_of", _tiles),
+    (weightsync.engine.fill.windows, "tiles_of", _tiles),
+    (weightsync.engine.fill.windows, "window_layout", _window_layout),
+    (weightsync.trainer.stream_plan, "window_layout", _window_layout),
+    (weightsync.transports.host.mapped, "check_tiles", _remembering(check_tiles, _tile_columns)),
+    (weightsync.engine.engine_role, "DigestConstants", _constants),
+    (weightsync.trainer.trainer_role, "DigestConstants", _constants),
+    (weightsync.engine.fill.streamed, "available_bytes", _available),
+    (weightsync.engine.fill.windows, "available_bytes", _available),
+    (weightsync.publishing.host_changes, "available_bytes", _available),
     (weightsync.publishing.published_shards, "packed_layout", _remembering(packed_layout, _boxes)),
-    (weightsync.transports.host.memory, "available_bytes", functools.cache(available_bytes)),
+    (weightsync.transports.host.memory, "available_bytes", _available),
+    (weightsync.coordinator.planner, "_memory", functools.cache(weightsync.coordinator.planner._memory)),
     (Layout, "_check", _remembering(Layout._check, _columns_of)),
     (Layout, "from_columns", staticmethod(_remembering(Layout.from_columns, lambda *given: given))),
     (Layout, "to_columns", _remembering(Layout.to_columns, lambda layout: (layout,))),

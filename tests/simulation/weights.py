@@ -63,6 +63,15 @@ class _Shape:
         self.nbytes = self.offsets[-1] or 16
         self._contents: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
 
+    def parts(self, storage: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in that stretch of bytes."""
+        held = zip(MANIFEST, self.boxes, self.offsets, self.sizes, strict=False)
+        return [
+            storage[first : first + size].view(torch_dtype(spec.dtype)).view(box.shape)
+            for spec, box, first, size in held
+            if box is not None
+        ]
+
     def content(self, number: int, salt: int) -> npt.NDArray[np.uint8]:
         """All bytes of version ``number``."""
         content = self._contents.get((number, salt))
@@ -88,14 +97,11 @@ class Memory:
 
     def __init__(self, rank: int, ranks: int, sharing: Sharing) -> None:
         self._shape = shape = _shape(rank, ranks, sharing)
-        self.shards: list[Shard] = []
         self.storage = torch.zeros(shape.nbytes, dtype=torch.uint8)
         self.bytes: npt.NDArray[np.uint8] = self.storage.numpy()
-        for spec, box, first, size in zip(MANIFEST, shape.boxes, shape.offsets, shape.sizes, strict=False):
-            if box is None:
-                continue
-            memory = self.storage[first : first + size].view(torch_dtype(spec.dtype)).view(box.shape)
-            self.shards.append(Shard(spec.name, spec.shape, box, memory))
+        held = [(spec, box) for spec, box in zip(MANIFEST, shape.boxes, strict=True) if box is not None]
+        parts = zip(held, shape.parts(self.storage), strict=True)
+        self.shards = [Shard(spec.name, spec.shape, box, part) for (spec, box), part in parts]
 
     def expected(self, number: int, salt: int) -> bytes:
         """These bytes, were they all of version ``number``."""

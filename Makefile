@@ -126,8 +126,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt $(addprefix locks/,
 .PHONY: vllm-env vllm-test
 vllm-env: $(VLLM_VENV)/.installed ## an environment with vLLM's CPU build, for its tests and the demo with --engine vllm
 
+VLLM_TESTS ?= vllm
 vllm-test: $(VLLM_VENV)/.installed ## every test against a real vLLM, with those that `make test` leaves out
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
+	@$(VLLM_VENV)/bin/python -m pytest -m "$(VLLM_TESTS)" $(ARGS)
 
 # AReaL, OpenRLHF, verl, NeMo-RL and SGLang need other releases of a few packages than ours. These lie in an environment on top of .venv, whose torch and Ray
 # they use, and its setuptools: that of a new environment of Python 3.11 is too old to build packages that have no wheel. verl installs
@@ -253,21 +254,28 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM and of frameworks
 	@$(BIN)/python $(PYTEST) -m "rare and $(HERE)" $(ARGS)
 
-# All of them run, whatever fails, and the last lines of the output say what did.
+# All of them run, whatever fails, and the last lines of the output say what did, with pytest's counts. The simulation has its own
+# clock, so it runs beside the others, on what these leave of the processors. Nothing runs twice: vLLM's tests that `make test` runs
+# are left out later. The output of each part is in build/test-all.
 PARTS ?= test rare-test vllm-test verl-test areal-test openrlhf-test sglang-test test-vllm-matrix faults simulate
+BESIDE := $(filter simulate,$(PARTS))
+LOGS := build/test-all
 .PHONY: test-all
 test-all: ## every part of PARTS, and a table of them: make test, rare tests, a real vLLM and its oldest release, verl, AReaL, OpenRLHF, SGLang, faults, simulate
-	@table=; status=0; \
-	for part in $(PARTS); do \
-		echo "make test-all: $$part" >&2; \
-		began=$$SECONDS; result=passed; \
-		$(MAKE) $$part ARGS= COVERAGE=--cov RELEASES=0.27.1 SEEDS=10000 || { result=failed; status=1; }; \
-		printf -v row '%-18s %7d  %s' $$part $$((SECONDS - began)) $$result; \
-		echo "make test-all: $$row" >&2; \
-		table+=$$row$$'\n'; \
-	done; \
-	printf '\n%-18s %7s  %s\n%s' part seconds result "$$table"; \
-	exit $$status
+	@rm -rf $(LOGS); mkdir -p $(LOGS); beside=; \
+	trap '[[ -z $$beside ]] || kill -- -$$beside 2>/dev/null || true' EXIT; \
+	part() { \
+		began=$$SECONDS; result=passed; echo "make test-all: $$1" >&2; \
+		nice -n $$2 $(MAKE) $$1 ARGS= COVERAGE=--cov RELEASES=0.27.1 SEEDS=10000 VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
+			| tee $(LOGS)/$$1.log || { result=failed; touch $(LOGS)/failed; }; \
+		counts=$$(grep -oE '[0-9]+ (passed|failed|skipped|errors?)\b' $(LOGS)/$$1.log | paste -sd' ' || true); \
+		printf '%-18s %7d  %-6s  %s\n' $$1 $$((SECONDS - began)) $$result "$$counts" | tee -a $(LOGS)/table >&2; \
+	}; \
+	$(if $(BESIDE),set -m; part $(BESIDE) 10 >/dev/null 2>&1 & beside=$$!; set +m;) \
+	for each in $(filter-out $(BESIDE),$(PARTS)); do part $$each 0; done; \
+	$(if $(BESIDE),wait $$beside; beside=; tail -n 30 $(LOGS)/$(BESIDE).log;) \
+	printf '\n%-18s %7s  %-6s  %s\n' part seconds result tests; cat $(LOGS)/table; \
+	[[ ! -e $(LOGS)/failed ]]
 
 format: $(VENV)/.installed ## rewrite the code in the house's format
 	@$(BIN)/ruff check --fix .

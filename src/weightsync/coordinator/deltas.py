@@ -73,7 +73,7 @@ async def stage(
 
 
 async def _each(engines: Engines, asked: Mapping[str, Stage], deadline: RoundDeadline) -> dict[str, Staged]:
-    """Ask every rank, and wait for all: an answer that is withdrawn because another rank failed could abort the pause to come."""
+    """Ask every rank, and wait for all: a call that is withdrawn ends the connections by which the rank then reads all bytes."""
     calls = (on_all("stage", deadline, {member: link}, asked[member], Staged) for member, link in engines.items())
     answers = await asyncio.gather(*calls, return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -90,8 +90,6 @@ async def reverted(replica: Replica, engines: Engines, base: Version, seconds: f
     """
     deadline = RoundDeadline(seconds)
     try:
-        for link in engines.values():
-            await link.withdrawn(deadline)
         await on_all("revert", deadline, engines, Revert(base), Done)
         failpoints.reached("round.reverted")
         await on_all("resume", deadline, engines, Resume(), Done)

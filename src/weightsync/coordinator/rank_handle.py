@@ -54,7 +54,6 @@ class RankHandle(Generic[R]):
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome
-        self._ending: set[asyncio.Future[Any]] = set()  # calls that are withdrawn, until the rank is told
 
     @property
     def rank(self) -> R:
@@ -123,19 +122,8 @@ class RankHandle(Generic[R]):
         _abandoned.add(task)
         task.add_done_callback(_abandoned.discard)
         task.add_done_callback(ended)
-        outcome.add_done_callback(lambda _: self._withdraw(task))
+        outcome.add_done_callback(lambda _: task.cancel())
         return outcome
-
-    def _withdraw(self, task: asyncio.Future[Any]) -> None:
-        if task.cancel():
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
-
-    async def withdrawn(self, deadline: RoundDeadline) -> None:
-        """Wait until the rank was told of every call that was withdrawn: a call that comes before is aborted with it."""
-        await asyncio.sleep(0)  # for the callbacks of outcomes that were cancelled just now
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=deadline.left)
 
     def sever(self, reason: str) -> None:
         """Fail all running and later calls with :class:`~weightsync.errors.PeerLost`, because the connection is gone."""

@@ -31,11 +31,12 @@ _PAUSE_SECONDS = 5.0
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ticket:
     """The place of one call among all calls of a session, taken when the call arrives.
 
-    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards.
+    An abort ends every call that arrived before it, also one that has not begun, and none that arrives afterwards. A withdrawal
+    ends one call.
     """
 
     what: str
@@ -46,6 +47,8 @@ class Ticket:
     """The number of the newest abort when the call arrived."""
     update: int
     """The update that the call belongs to; 0 where a connection keeps calls in order."""
+    withdrawn: bool = False
+    """Whether its caller has given up."""
 
 
 class EngineSession:
@@ -59,7 +62,8 @@ class EngineSession:
     * A write that fails leaves the rank quarantined: paused, with no version, until another update pauses it again.
     * A quarantine is carried out even if it gave up waiting for its turn: by the call that holds the turn, when that ends.
 
-    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort`, on any thread, and must not block.
+    ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort` and :meth:`withdraw`, on any thread. It must end
+    what the current call waits for, and not block.
     ``on_leaving`` is called when the rank leaves service, before anything changes, and must not block. A speculative
     decoder's own model may be updated with the engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
 
@@ -93,6 +97,7 @@ class EngineSession:
         self._abort_numbers = itertools.count(1)
         self._aborts = 0
         self._current = Ticket("nothing", 0, 0, 0)
+        self._in_turn = False
         self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
         # Held while an abort is noted or the state changes, so that `served_version` stays true after an abort.
         self._changing = threading.Condition(threading.Lock())
@@ -126,16 +131,22 @@ class EngineSession:
             self.abort(reason)
         return Ticket(what, next(_numbers), self._aborts, update)
 
-    def abort(self, reason: str | None = "") -> None:
-        """End every call that has arrived, soon: its callers have given up. Never blocks; an engine that is paused stays paused.
-
-        With ``None``, the adapter is notified by the quarantine that follows, because that has the reason.
-        """
+    def abort(self, reason: str = "") -> None:
+        """End every call that has arrived, soon. Never blocks; an engine that is paused stays paused."""
         with self._changing:
             self._aborts = next(self._abort_numbers)
         self._on_abort()
-        if reason is not None:
-            self._calls.aborted(reason)
+        self._calls.aborted(reason)
+
+    def withdraw(self, call: Ticket) -> None:
+        """End ``call``, soon, and no other: its caller has given up. Never blocks.
+
+        The adapter is notified by the quarantine that follows, because that has the reason.
+        """
+        with self._changing:
+            call.withdrawn = True
+            if self._in_turn and self._current is call:
+                self._on_abort()
 
     def check(self, call: Ticket, *states: State) -> None:
         """Raise unless ``call`` may go on and the rank is in one of ``states``.
@@ -145,7 +156,7 @@ class EngineSession:
         """
         if self.closed:
             raise Aborted(f"{self.member} was closed")
-        if self._aborts != call.aborts:
+        if self._aborts != call.aborts or call.withdrawn:
             raise Aborted("the update was aborted for this engine rank")
         if states and self.state not in states:
             raise ProtocolError(f"{call.what} needs an engine rank that is {' or '.join(states)}; {self.member} is {self.state}")
@@ -163,9 +174,11 @@ class EngineSession:
             never = "; it is never resumed from here" if call is self._due else ""
             raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
         try:
-            self._current = call
+            self._current, self._in_turn = call, True
             yield
         finally:
+            with self._changing:
+                self._in_turn = False  # from here on a withdrawal of the call ends nothing
             try:
                 if self._due is not None:
                     self._quarantine(self._due, deadline)

@@ -39,7 +39,7 @@ class SessionFront:
         aborts = isinstance(body, Quarantine)
         reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
         ticket = self.session.receive(type(body).__name__, update, aborts=aborts, reason=reason)
-        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, body), self.turn_seconds)
+        return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, ticket, aborts), self.turn_seconds)
 
     def answer(self, body: Body, timeout: float, update: int = 0) -> Body:
         """Answer a call that arrives now."""
@@ -62,10 +62,10 @@ class SessionFront:
             raise ProtocolError(f"an engine rank does not understand {type(body).__name__}")
         return handler(body, deadline) or Done()
 
-    def _given_up(self, body: Body) -> str:
-        """The caller has given up: abort the call, unless it is a quarantine. Returns what the rank is doing."""
-        if not isinstance(body, Quarantine):
-            self.session.abort(None)
+    def _given_up(self, ticket: Ticket, quarantines: bool) -> str:
+        """The caller has given up: withdraw the call, unless it is a quarantine. Returns what the rank is doing."""
+        if not quarantines:
+            self.session.withdraw(ticket)
         return self.session.occupation
 
     def _commit(self, body: Commit, deadline: Deadline) -> None:

@@ -118,6 +118,41 @@ def test_an_update_that_is_aborted_at_any_point_never_commits(
     assert serving(stage.engine) == 2
 
 
+@pytest.mark.parametrize("point", ["engine.received.update", "engine.pausing", "engine.pause", "engine.move", "engine.finish"])
+def test_a_call_that_is_withdrawn_ends_alone(stage: Stage, point: str, gate: Callable[[str, Callable[[], None]], None]) -> None:
+    version = stage.place(2)
+    earlier, later = stage.engine.receive(Prepare(stage.plan())), stage.engine.receive(Prepare(stage.plan()))
+    earlier.run(SECONDS)
+    updating = stage.engine.receive(Update(version, "abort"))
+
+    def withdrawn() -> None:
+        earlier.withdraw()  # its answer is under way
+        later.withdraw()  # it waits for its turn
+
+    gate(point, withdrawn)
+    updating.run(SECONDS)
+    assert serving(stage.engine) == 2
+    with pytest.raises(Aborted):
+        later.run(SECONDS)
+    stage.engine.handle(Prepare(stage.plan()), SECONDS)
+    assert stage.update(stage.place(3)).committed, "the withdrawal ended no connection"
+
+
+@pytest.mark.parametrize("point", ["engine.received.update", "engine.pausing", "engine.pause", "engine.move", "engine.finish"])
+def test_an_update_that_is_withdrawn_at_any_point_never_commits(
+    stage: Stage, point: str, gate: Callable[[str, Callable[[], None]], None]
+) -> None:
+    version = stage.place(2)
+    updating = stage.engine.receive(Update(version, "abort"))
+    gate(point, lambda: print(updating.withdraw()))
+    with pytest.raises(Aborted):
+        updating.run(SECONDS)
+    assert "resume" not in stage.adapter.said
+    assert serving(stage.engine) == (1 if point == "engine.received.update" else None)
+    stage.engine.handle(Prepare(stage.plan()), SECONDS)
+    assert stage.update(version).committed, "a later round brings the version"
+
+
 @pytest.mark.parametrize("point", ["engine.received.update", "engine.pausing", "engine.pause", "engine.resume", "engine.resumed"])
 def test_a_quarantine_that_gave_up_waiting_is_not_forgotten(
     stage: Stage, point: str, gate: Callable[[str, Callable[[], None]], None]

@@ -23,6 +23,7 @@ from weightsync.engine.fill.device_streamed import DeviceStreamed
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
 from weightsync.server.server import BackgroundServer
+from weightsync.transports.cuda.driver import allocation_of
 from weightsync.transports.host.region import EMPTY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
@@ -297,14 +298,27 @@ def test_offloaded_masters_are_copied_to_the_gpu(joined: Joined, masters: torch.
     assert is_rounded(target, masters)
 
 
-def test_memory_that_cannot_be_shared_is_copied_on_its_gpu(joined: Joined, target: Model) -> None:
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    """New tensors on the first GPU are in expandable segments: what is free in ordinary ones, and would come first, is taken."""
     gc.collect()
-    torch.cuda.empty_cache()  # or the allocator reuses ordinary segments of earlier tests, which can be shared
+    torch.cuda.empty_cache()  # keeps segments of which a part is in use, and the allocator prefers their rest to a new segment
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    taken: list[torch.Tensor] = []
     try:
-        source = Model().to("cuda:0")
+        while allocation_of((block := torch.empty_like(Model().large, device="cuda:0")).data_ptr(), 0).exportable:
+            taken.append(block)
+            assert len(taken) < 64, "the allocator's settings have no effect: it goes on to make ordinary segments"
+        del block
+        yield
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.usefixtures("expandable")
+def test_memory_that_cannot_be_shared_is_copied_on_its_gpu(joined: Joined, target: Model) -> None:
+    source = Model().to("cuda:0")
+    assert not allocation_of(source.large.data_ptr(), 0).exportable, "the test needs memory that cannot be shared"
     trainer = joined.trainer(source)
     joined.engine(ModuleAdapter(target))
     change(source, 1)

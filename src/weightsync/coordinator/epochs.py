@@ -14,6 +14,7 @@ REMEDY = (
     "Trainer(..., new_epoch=True) on every rank"
 )
 """What to do about a version number that is too small. Error messages end with it."""
+_LAST_EPOCH = (1 << 31) - 1  # messages have no room for a later one
 
 
 class Epochs:
@@ -41,7 +42,7 @@ class Epochs:
         """Return the epoch in which all ``ranks`` of a trainer publish, granting a new one if they ask for it.
 
         Raises:
-            VersionError: The ranks disagree about the epoch, or a later epoch has begun.
+            VersionError: The ranks disagree about the epoch, a later epoch has begun, or the last one has.
         """
         asking = [rank.member for rank in ranks if rank.hello.new_epoch]
         if asking and len(asking) < len(ranks):
@@ -63,6 +64,8 @@ class Epochs:
                 )
         else:
             epoch = current if not asking else current + 1 if self._publications.known else FIRST_EPOCH
+        if epoch > _LAST_EPOCH:
+            raise VersionError(f"epoch {current} is the last one: no new epoch can begin. Start another run (WEIGHTSYNC_RUN)")
         self._granted = {rank.hello.session: epoch for rank in ranks}
         return epoch
 

@@ -76,6 +76,22 @@ async def test_an_old_version_is_behind_a_new_epoch() -> None:
 
 
 @virtual
+async def test_after_the_last_epoch_none_begins() -> None:
+    world = World()
+    world.add_replica("r")
+    world.coordinator._publications.own = world.coordinator._publications.newest = (1 << 31) - 2, 5
+    for number in (1, 2):
+        for rank in range(2):
+            add(world, rank)
+        if number == 1:
+            assert (await world.publish(number)).version.order == ((1 << 31) - 1, number)
+            for process in list(world.trainers.values()):
+                process.disconnect()
+    with pytest.raises(VersionError, match=r"epoch 2147483647 is the last one: .* Start another run"):
+        await world.publish(2)
+
+
+@virtual
 async def test_all_ranks_ask_or_none() -> None:
     world = World()
     add(world, 0, new_epoch=True)

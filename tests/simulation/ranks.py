@@ -30,6 +30,7 @@ from weightsync.protocol.worker import received_for
 from weightsync.publishing.host_copy import HostPublisher
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.requests import PublishRequests
+from weightsync.trainer.storing import Storing
 from weightsync.trainer.stream import Stream, StreamRole
 from weightsync.trainer.trainer import Trainer
 from weightsync.trainer.trainer_role import TrainerRole
@@ -247,7 +248,7 @@ class EngineProcess(Agent):
         self.role = role
         fields = {
             "replica": name, "rank": rank, "world_size": ranks, "_run": "", "_session": Secret(self.session), "_delivery": delivery,
-            "_host": self.host, "_role": role,
+            "_host": self.host, "_role": role, "_url": "",
         }  # fmt: skip
         vars(self.engine).update(fields)
         if world.serving and direct:
@@ -430,6 +431,7 @@ class TrainerProcess(Agent):
         )
         self.link.process = self
         self.trainer._link = self.link
+        self.trainer._storing = Storing(_SETTINGS, role, rank, self.link.call)
         self.link.connect()
 
     def welcomed(self, welcome: Welcome) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import sys
 import tempfile
@@ -59,16 +60,22 @@ def tiny(folder, moe=False):
     return model.to(f"cuda:{torch.cuda.device_count() - 1}")
 
 
-def shapes_only(folder, manifest):
-    """A checkpoint of which only the headers are there, and holes after them."""
-    kinds, header, end = {"bfloat16": "BF16", "float32": "F32"}, {}, 0
-    for spec in manifest:
-        begin, end = end, end + spec.nbytes
-        header[spec.name] = {"dtype": kinds[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+def write_shapes(folder, tensors):
+    """A checkpoint of which only the headers are there, and holes after them: name to (dtype, shape, bytes of an element)."""
+    header, end = {}, 0
+    for name, (kind, shape, itemsize) in tensors.items():
+        begin, end = end, end + math.prod(shape) * itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (Path(folder) / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def shapes_only(folder, manifest):
+    """The checkpoint of the manifest, shapes only, and its configuration."""
+    kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
+    write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
     (Path(folder) / "config.json").write_text(json.dumps(MOE))
 
 

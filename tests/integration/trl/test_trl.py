@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +49,8 @@ class Served:
 
 def checkpoint(directory: Path) -> None:
     """A small Qwen2, tied and with biases, and a tokenizer that has a token for each byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from benchmarks.trl_sync import save_tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -58,16 +61,7 @@ def checkpoint(directory: Path) -> None:
     model = Qwen2ForCausalLM(Qwen2Config(**shape))
     torch.nn.Module.to(model, dtype=torch.bfloat16)
     model.save_pretrained(directory)
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special)
-    plain.train_from_iterator([], trainer)
-    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    tokens: Any = PreTrainedTokenizerFast
-    tokens(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template).save_pretrained(
-        directory
-    )
+    save_tokenizer(directory)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +108,19 @@ def test_grpo_updates_its_server_by_one_line(served: Served) -> None:
         len(re.findall(r"weightsync: round \d+: .* serves in 1 of 1 replicas \(vllm-0\) .*verified as received", seen["log"])) == 4
     )
     assert seen["log"].count("rounded weights") == 1, "TRL trains in float32"
+
+
+def test_the_benchmark_of_trl_runs(served: Served) -> None:
+    wanted = ["-m", "benchmarks.trl_sync", "--train", "--updates", "1", "--directory", str(served.directory), "--url", served.url]
+    done = subprocess.run(
+        [sys.executable, *wanted], env=os.environ | served.environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    assert [row["way"] for row in rows] == ["TRL through weightsync", "weightsync.Trainer"]
+    for row in rows:
+        assert (row["verified"], row["updates"]) == ("received", 1)
+        assert 0 < row["paused_ms"] <= row["median_ms"]
 
 
 @pytest.mark.rare

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 """TRL's ``GRPOTrainer`` in server mode: how long ``sync_weights()`` takes, through weightsync and TRL's own way.
 
 ``python -m benchmarks.trl_sync [--model tiny|8b] [--dtype bfloat16|float32] [--updates N] [--own]``
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import httpx
 import torch
 
-__all__ = ["main", "save_tokenizer"]
+__all__ = ["main", "save_tokenizer", "serving"]
 
 _SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -35,7 +35,7 @@ _SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
-_START_SECONDS = 240
+_START_SECONDS = 480
 
 
 def save_tokenizer(directory) -> None:
@@ -74,13 +74,15 @@ def _model(directory, dtype: torch.dtype, device):
 
 
 @contextmanager
-def _server(directory: str, backend: str, port: int, environment: dict[str, str]):
+def serving(directory: str, backend: str, port: int, environment: dict[str, str], more=()):
+    """Start vLLM's server on the first GPU, with ``more`` flags; yields its URL when it answers."""
     gpu = torch.cuda.is_available()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--host", "127.0.0.1", "--port",
         str(port), "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
         "--max-logprobs", "-1", "--weight-transfer-config", json.dumps({"backend": backend}),
-        *(["--load-format", "dummy", "--gpu-memory-utilization", "0.35"] if gpu else ["--block-size", "32"]),
+        *([] if gpu else ["--block-size", "32"]),
+        *more,
     ]  # fmt: skip
     defaults = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -203,6 +205,7 @@ def main(arguments=None) -> int:
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
+    dummy = ["--load-format", "dummy", "--gpu-memory-utilization", "0.35"] if torch.cuda.is_available() else []
     failed = 0
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -217,7 +220,7 @@ def main(arguments=None) -> int:
         joining = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN": coordinator.token, "WEIGHTSYNC_REPLICA": "vllm-0"}
         for own in (False, True) if options.own else (False,):
             port = 20_000 + os.getpid() % 20_000 + own
-            with _server(directory, "nccl" if own else "weightsync", port, {} if own else joining) as url:
+            with serving(directory, "nccl" if own else "weightsync", port, {} if own else joining, dummy) as url:
                 child = [
                     sys.executable, "-m", "benchmarks.trl_sync", "--train", "--model", options.model, "--dtype", options.dtype,
                     "--updates", str(options.updates), "--directory", directory, "--url", url, *(["--own"] if own else []),

@@ -1,4 +1,4 @@
-"""Trainer, coordinator and engine in one process; in a run they are processes of their own."""
+"""Trainer, coordinator and engine in one process; in a run they are separate processes."""
 
 import torch
 

@@ -15,12 +15,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tools import diagrams
+
 __all__ = ["PICTURES", "drawn", "stamp"]
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
 FOLDER = ROOT / "docs" / "pictures"
-OURS, PEER, FLOOR, DARK, LIGHT = "#3f51b5", "#9e9e9e", "#c8b560", "#263238", "#eceff1"
+OURS, PEER, DARK, LIGHT = "#3f51b5", "#9e9e9e", "#263238", "#eceff1"
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -133,28 +135,6 @@ def waterfall(data: Any) -> str:
     return _svg(figure, "A round by rank and phase")
 
 
-def peers(data: Any) -> str:
-    """Draw how long several ways take for the same tensors."""
-    figure, axes = _figure(9.6, 4.2)
-    columns = (("move", ""), ("pause_to_resume", " from pause to resume, verified"))
-    bars = [(row, *row[column], label) for row in data["rows"] for column, label in columns if column in row]
-    colours = {"weightsync": OURS, "other": PEER, "floor": FLOOR}
-    for index, (row, low, high, label) in enumerate(bars):
-        axes.barh(index, low, color=colours[row["of"]], height=0.66)
-        axes.barh(index, high - low, left=low, color=colours[row["of"]], alpha=0.45, height=0.66)
-        figures = " to ".join(f"{figure:,}" for figure in dict.fromkeys((low, high)))
-        axes.text(high + 15, index, f"{figures} ms{label}", va="center", size=9)
-    axes.set_yticks(range(len(bars)), [row["way"] for row, *_ in bars], size=9)
-    for tick, (row, *_) in zip(axes.get_yticklabels(), bars, strict=True):
-        tick.set_weight("bold" if row["of"] == "weightsync" else "normal")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.13 * max(high for _, _, high, _ in bars))
-    axes.set_title(data["what"], loc="right", size=10)
-    axes.set_xlabel(f"milliseconds, less is better; the light part is the range over runs; {data['date']}")
-    _plain(axes)
-    return _svg(figure, "61 GB to another GPU: weightsync and other ways")
-
-
 def grpo(data: Any) -> str:
     """Draw reward and staleness of two runs."""
     import matplotlib as mpl
@@ -234,11 +214,16 @@ def demo(data: Any) -> str:
 PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {
     "architecture": (architecture, "architecture.json"),
     "waterfall": (waterfall, "round.json"),
-    "peers": (peers, "peers.json"),
+    "peers": (diagrams.peers, "peers.json"),
+    "delivery": (diagrams.delivery, "delivery.json"),
+    "timeline": (diagrams.timeline, "timeline.json"),
+    "states": (diagrams.states, "states.json"),
+    "torn": (diagrams.torn, "torn.json"),
+    "training": (diagrams.training, "trl_training.json"),
     "grpo": (grpo, "grpo.json"),
     "faults": (faults, "faults.json"),
     "demo": (demo, "demo.json"),
-    "kill": (demo, "kill.json"),
+    "kill": (diagrams.kill, "kill.json"),
 }
 """Function and data file of each picture."""
 

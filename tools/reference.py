@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from weightsync_bench.shapes import read_configuration
 __all__ = ["BLOCKS", "PAGES", "current", "exposed_names", "navigation"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _descriptions(kind: type) -> dict[str, str]:
@@ -269,7 +270,65 @@ def exposed_names() -> set[str]:
     return names
 
 
+def _tested() -> list[dict[str, str]]:
+    """What was tested on which machines: the one source of README's table, of the support page and of the frameworks' pages."""
+    rows: list[dict[str, str]] = json.loads((ROOT / "docs" / "data" / "tested.json").read_text())
+    return rows
+
+
+def _frameworks() -> str:
+    rows = ["| you use | do this | tested on |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| [{row['use']}](docs/{row['page']}) | {row['do']} | {row['tested_on']} |" for row in _tested())])
+
+
+def _support() -> str:
+    rows = ["| you use | tested on | what ran |", "|---|---|---|"]
+    return "\n".join(
+        [*rows, *(f"| [{row['use']}](../{row['page']}) | {row['tested_on']} | {row['detail']} |" for row in _tested())]
+    )
+
+
+def _tested_on(name: str) -> str:
+    (row,) = (row for row in _tested() if row["id"] == name)
+    return f"**Tested on: {row['tested_on']}.** {row['use']}: {row['detail']}."
+
+
+def _doors() -> str:
+    rows = [
+        "| through | whole call ms | `weightsync.Trainer`, same run | ratio | paused ms | its own way | result | setup |",
+        "|---" * 8 + "|",
+    ]
+    for row in json.loads((ROOT / "docs" / "data" / "doors.json").read_text())["rows"]:
+        call, library, own = (
+            None if row[name] is None else "{1:g} ({0:g} to {2:g})".format(*row[name])
+            for name in ("call_ms", "library_ms", "own_ms")
+        )
+        ratio = row["call_ms"][1] / row["library_ms"][1]
+        setup = f"{row['model']}; {row['machine']}; {row['versions']}; {row['date']}"
+        own = f"{own}, {row['own']}" if own else row["own"]
+        cells = (
+            row["door"],
+            call,
+            library,
+            f"{ratio:.2f}",
+            f"{row['paused_ms']:g}",
+            own,
+            f"{row['delivery']}, `{row['verified']}`",
+            setup,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "through each framework": _doors,
+    "frameworks": _frameworks,
+    "support": _support,
+    **{
+        f"tested on {row['id']}": partial(_tested_on, row["id"])
+        for row in _tested()
+        if row["page"] not in ("guides/trainer.md", "guides/engine.md", "guides/streams.md")
+    },
     "agent settings": lambda: _settings(config.ClientSettings),
     "timeouts": lambda: _settings(config.Timeouts),
     "other variables": _variables,

@@ -293,16 +293,18 @@ def _tested_on(name: str) -> str:
     return f"**Tested on: {row['tested_on']}.** {row['use']}: {row['detail']}."
 
 
+def _spread(milliseconds: list[float]) -> str:
+    low, median, high = milliseconds
+    return f"{median:g} ({low:g} to {high:g})"
+
+
 def _doors() -> str:
     rows = [
         "| through | whole call ms | `weightsync.Trainer`, same run | ratio | paused ms | its own way | result | setup |",
         "|---" * 8 + "|",
     ]
     for row in json.loads((ROOT / "docs" / "data" / "doors.json").read_text())["rows"]:
-        call, library, own = (
-            None if row[name] is None else "{1:g} ({0:g} to {2:g})".format(*row[name])
-            for name in ("call_ms", "library_ms", "own_ms")
-        )
+        call, library, own = ("" if row[name] is None else _spread(row[name]) for name in ("call_ms", "library_ms", "own_ms"))
         ratio = row["call_ms"][1] / row["library_ms"][1]
         setup = f"{row['model']}; {row['machine']}; {row['versions']}; {row['date']}"
         own = f"{own}, {row['own']}" if own else row["own"]

@@ -46,7 +46,11 @@ def _with_versions(build: Any) -> Any:  # noqa: ANN401 - vLLM's function
     @functools.wraps(build)
     def build_app(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         app = build(*args, **kwargs)
-        app.add_middleware(VersionedRequests, served=lambda: getattr(getattr(app.state, "engine_client", None), _LABEL, None))
+        # Around the stack that is there: vLLM builds it before it hands the application out, and nothing can be added afterwards.
+        stack = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = VersionedRequests(
+            stack, served=lambda: getattr(getattr(app.state, "engine_client", None), _LABEL, None)
+        )
         return app
 
     setattr(build_app, _LABEL, True)

@@ -1,0 +1,43 @@
+"""vLLM's own HTTP application, without an engine: the versions that requests name are checked around it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+
+
+def test_vllms_own_application_checks_the_versions_that_requests_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    from vllm.entrypoints.launchers import app as launcher
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from weightsync.engines.vllm.versioned_server import add_to_servers
+
+    for module in (launcher, entry):
+        monkeypatch.setattr(module, "build_app", launcher.build_app)  # and put back after the test
+    add_to_servers()
+    add_to_servers()
+    assert entry.build_app is launcher.build_app
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    app: Any = entry.build_app(arguments, ("generate",), None)
+
+    async def ask() -> list[tuple[int, str | None]]:
+        app.state.engine_client = SimpleNamespace(_weightsync_label="run@3")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm") as http:
+            answers = [
+                await http.get("/health/weights"),
+                await http.get("/version", headers={"X-Weightsync-Min-Version": "run@3"}),
+                await http.get("/version", headers={"X-Weightsync-Min-Version": "run@4"}),
+            ]
+            app.state.engine_client._weightsync_label = None
+            answers.append(await http.get("/health/weights"))
+        return [(answer.status_code, answer.headers.get("X-Weightsync-Version")) for answer in answers]
+
+    assert asyncio.run(ask()) == [(200, "run@3"), (200, "run@3"), (409, "run@3"), (503, None)]

@@ -38,6 +38,8 @@ class ObjectImage:
     def __init__(self, store: ObjectStore, item: StoredObject) -> None:
         self._store, self._item = store, item
         self._memory = mmap.mmap(-1, max(item.nbytes, 1), _PRIVATE)
+        with suppress(AttributeError, OSError):  # not on Linux, or not in this kernel: then there are more page faults
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._there = np.zeros(item.chunks, bool)
         self._dropped = 0

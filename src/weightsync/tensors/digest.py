@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.errors import LayoutError
-from weightsync.model import Layout, Manifest, itemsize
+from weightsync.model import Layout, Manifest
 from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
 
 Int64 = npt.NDArray[np.int64]
@@ -37,10 +37,10 @@ _NEVER = np.zeros(1, np.int8)
 _GOLDEN = (0x9E3779B97F4A7C15, 0)  # the seeds of R that make it splitmix64
 
 
-def _splitmix64(x: UInt64, seeds: Sequence[int] = _GOLDEN) -> UInt64:
+def _splitmix64(x: UInt64) -> UInt64:
     """Mix 64 bits elementwise (Steele, Lea and Flood)."""
-    x = x + np.uint64(seeds[0])
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(seeds[1])
+    x = x + np.uint64(_GOLDEN[0])
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(_GOLDEN[1])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
@@ -198,30 +198,3 @@ def _padded(
     bounds = (begin, begin + np.array([extents], np.int64), np.array([whole], np.int64))
     strides = np.array([tensor.stride() or (1,)], np.int64) * tensor.element_size()
     return whole, first, bounds, strides
-
-
-def reference_digest(
-    values: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], starts: Sequence[int], constants: DigestConstants = PUBLIC
-) -> int:
-    """Compute the definition in plain NumPy, slowly, for tests.
-
-    ``values`` are the bytes of the box, ``uint8[*box shape, itemsize]``.
-    """
-    size = itemsize(dtype)
-    whole, first = tuple(shape) or (1,), tuple(starts) or (0,)
-    box = values.reshape(*(values.shape[:-1] or (1,)), size)
-    blocks = -(-whole[-1] * size // (4 * BLOCK))
-    total = 0
-    leading = np.ndindex(*box.shape[:-2])
-    for index in leading:
-        row = 0
-        for position, start, extent in zip(index, first[:-1], whole[:-1], strict=True):
-            row = row * extent + start + position
-        data = np.zeros(-(-whole[-1] * size // 4) * 4, np.uint8)
-        data[first[-1] * size : (first[-1] + box.shape[-2]) * size] = box[index].reshape(-1)
-        words = data.view("<u4").astype(np.uint64)
-        word = np.arange(len(words), dtype=np.uint64)
-        seeds = constants.words[BLOCK:].view(np.uint64).tolist()
-        factors = _splitmix64(np.uint64(row * blocks) + word // np.uint64(BLOCK), seeds) | np.uint64(1)
-        total += int((factors * constants.words[word % np.uint64(BLOCK)].astype(np.uint64) * words).sum(dtype=np.uint64))
-    return total % 2**64

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.digests import reference_digest
 
 from weightsync.model import Manifest, TensorSpec
-from weightsync.tensors.digest import reference_digest
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(180)  # the ranks share two cores with whatever else runs

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.digests import reference_digest
 from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, stored
 
 from weightsync.errors import LayoutError
 from weightsync.model import Manifest, TensorSpec
-from weightsync.tensors.digest import COLUMNS, PUBLIC, DigestConstants, digest_box, digest_rows, reference_digest
+from weightsync.tensors.digest import COLUMNS, PUBLIC, DigestConstants, digest_box, digest_rows
 from weightsync.tensors.kernels import BLOCK
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import dtype_name, shards_of

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bytes
 from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError, few
 from weightsync.model import Manifest, TensorSpec
@@ -136,7 +135,7 @@ class CheckpointFiles(Closeable):
             self._places[spec.name] = _Location(descriptor, path, offset)
             yield spec
 
-    def read(self, specs: Sequence[TensorSpec], memory: npt.NDArray[np.uint8]) -> None:
+    def read(self, specs: Sequence[TensorSpec], memory: Bytes) -> None:
         """Read whole tensors into ``memory``, one after the other without padding.
 
         Raises :class:`~weightsync.errors.ConfigurationError` for a file that has become shorter, or memory that is too small.

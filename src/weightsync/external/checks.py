@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bools, UInt64
 from weightsync.errors import ConfigurationError, ManifestMismatch, VerificationError, few
 from weightsync.external.requests import InitGroupRequest, Tensors, UpdateRequest
 from weightsync.model import FIRST_EPOCH, ITEMSIZE, Manifest, Version, parse_label
@@ -137,8 +137,8 @@ def parse_version(label: str | None, run: str, last: int, epoch: int = FIRST_EPO
 
 def check_digests(
     manifest: Manifest,
-    held: npt.NDArray[np.uint64],
-    known: npt.NDArray[np.bool_],
+    held: UInt64,
+    known: Bools,
     digest: str | None,
     digests: Mapping[str, str] | None,
 ) -> None:
@@ -163,7 +163,7 @@ class Committed:
         self._digests = np.zeros(0, np.uint64)
         self._verified = np.zeros(0, np.bool_)
 
-    def complete(self, manifest: Manifest, held: npt.NDArray[np.uint64], known: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+    def complete(self, manifest: Manifest, held: UInt64, known: Bools) -> UInt64:
         """The digests of all tensors: of those that were sent as they are ``held``, of the others as they were committed.
 
         Raises :class:`~weightsync.errors.VerificationError` if a tensor that was not sent could be read back and has changed.
@@ -177,7 +177,7 @@ class Committed:
             raise VerificationError(f"{len(names)} tensors changed that were not sent: {few(names)}; send all tensors")
         return np.where(known, held, before)
 
-    def describe_rest(self, known: npt.NDArray[np.bool_], last: Version | None, *, read_again: bool) -> str:
+    def describe_rest(self, known: Bools, last: Version | None, *, read_again: bool) -> str:
         """For people: what is known of the tensors that were not sent; empty if all were."""
         rest = int((~known).sum())
         if not rest:
@@ -186,13 +186,13 @@ class Committed:
         bare = int((~known & ~self._verified).sum())
         return f"; the other {rest} are those of {last}, {how}" + (f", {bare} of them never verified" if bare else "")
 
-    def take(self, digests: npt.NDArray[np.uint64], known: npt.NDArray[np.bool_], *, verified: bool) -> None:
+    def take(self, digests: UInt64, known: Bools, *, verified: bool) -> None:
         """These ``digests`` are committed; ``known`` says which tensors were sent."""
         before = self._verified if len(self._verified) else np.zeros(len(known), np.bool_)
         self._digests, self._verified = digests, np.where(known, verified, before)
 
 
-def check_named(manifest: Manifest, known: npt.NDArray[np.bool_], digests: Mapping[str, str]) -> None:
+def check_named(manifest: Manifest, known: Bools, digests: Mapping[str, str]) -> None:
     """Raise :class:`~weightsync.errors.ConfigurationError` unless ``digests`` names each received tensor, and no other."""
     named = np.zeros(len(manifest), np.bool_)
     for name in digests:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes
 from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, WeightSyncError
@@ -191,7 +191,7 @@ class _Reading(Closeable):
         self._reader.shutdown(wait=self._coming.done(), cancel_futures=True)
 
 
-def _staging(nbytes: int, count: int) -> list[npt.NDArray[np.uint8]]:
+def _staging(nbytes: int, count: int) -> list[Bytes]:
     """Memory for ``count`` buckets of ``nbytes``."""
     free = available_bytes()
     try:

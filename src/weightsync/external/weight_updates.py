@@ -9,9 +9,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from weightsync import failpoints
+from weightsync.arrays import Bools
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigurationError,
@@ -29,7 +29,7 @@ from weightsync.model import Manifest, PauseMode, Version, fold, label_of
 from weightsync.protocol.messages import Body, Commit, Done, Pause, Quarantine, Resume
 from weightsync.protocol.update_messages import Describe, Described, Digested, LeaveGroup, Verify
 
-Known = npt.NDArray[np.bool_]
+Known = Bools
 _Claims = requests.UpdateRequest | requests.CommitRequest
 """Says what the sender's digests are."""
 T = TypeVar("T")

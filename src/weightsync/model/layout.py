@@ -8,14 +8,11 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError
 from weightsync.model.box import Box
 from weightsync.model.manifest import MAX_BYTES, Manifest
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 
@@ -128,7 +128,7 @@ class Manifest:
         return max([1, *(len(spec.shape) for spec in self.tensors)])
 
     @cached_property
-    def shapes(self) -> npt.NDArray[np.int64]:
+    def shapes(self) -> Int64:
         """Global shapes, ``int64[tensors, dims]``, padded with ones in front (a scalar is all ones)."""
         shapes = np.ones((len(self), self.dims), np.int64)
         for row, spec in zip(shapes, self.tensors, strict=True):
@@ -137,7 +137,7 @@ class Manifest:
         return shapes
 
     @cached_property
-    def itemsizes(self) -> npt.NDArray[np.int64]:
+    def itemsizes(self) -> Int64:
         """Bytes of an element, ``int64[tensors]``."""
         return np.array([itemsize(spec.dtype) for spec in self.tensors], np.int64)
 

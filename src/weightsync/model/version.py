@@ -8,7 +8,8 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+
+from weightsync.arrays import UInt64
 
 FIRST_EPOCH = 1
 """First epoch of a run. In a later epoch a trainer may reuse numbers of earlier epochs."""
@@ -17,7 +18,7 @@ _EPOCH_SUFFIX = re.compile(r"\.([1-9][0-9]{0,8})\Z")
 _LABEL = re.compile(r"(?:(.*)@)?([0-9]{1,19})", re.DOTALL)
 
 
-def fold(digests: npt.NDArray[np.uint64]) -> str:
+def fold(digests: UInt64) -> str:
     """Hash the per-tensor digests, ``uint64[tensors]``, to 16 hexadecimal digits (BLAKE2b-64)."""
     return hashlib.blake2b(np.ascontiguousarray(digests, "<u8").tobytes(), digest_size=8).hexdigest()
 

@@ -9,8 +9,8 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.errors import LayoutError, ManifestMismatch
 from weightsync.model.dtypes import itemsize
 from weightsync.model.layout import Layout
@@ -109,7 +109,7 @@ def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool
     return manifest, Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(regions)), order
 
 
-def _strides(extents: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+def _strides(extents: Int64, size: int) -> Int64:
     strides = np.empty(len(extents), np.int64)
     for dim in range(len(extents) - 1, -1, -1):
         strides[dim] = size
@@ -204,7 +204,7 @@ class StreamedTensors:
         """Whether all parts of this tensor came."""
         return not self._left[name]
 
-    def end(self) -> tuple[Manifest, npt.NDArray[np.uint64]]:
+    def end(self) -> tuple[Manifest, UInt64]:
         """The manifest of the stream, and the digest of each of its tensors.
 
         Raises:

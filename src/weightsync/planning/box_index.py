@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.planning.geometry import ranges
 from weightsync.planning.limits import Stop
-
-Int64 = npt.NDArray[np.int64]
 
 _STEP = 1 << 20  # pairs in one step: bounds the memory of a query that intersects many boxes
 _QUERIES = 4096

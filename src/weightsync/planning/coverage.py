@@ -6,17 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64, UInt64
 from weightsync.errors import LayoutError, VerificationError, few
 from weightsync.model import Layout, Manifest
 from weightsync.planning.box_index import BoxIndex, first_hole
 from weightsync.planning.geometry import Geometries, Rows, ShardingIndex, geometries
 from weightsync.planning.limits import Stop
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 _SHOWN = 10
 

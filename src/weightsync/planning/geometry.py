@@ -10,14 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64, UInt64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 _LANES = 2  # two independent 64-bit sums: with 128 bits, unequal geometries do not collide by chance
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -39,7 +35,7 @@ def _keys(lane: int, count: int) -> UInt64:
     return _mix(seeds) | np.uint64(1)
 
 
-def _signature(columns: Sequence[npt.NDArray[np.int64] | UInt64], lane: int) -> UInt64:
+def _signature(columns: Sequence[Int64 | UInt64], lane: int) -> UInt64:
     """Hash each row of ``columns`` to 64 bits: a keyed linear sum, mixed."""
     keys = _keys(lane, len(columns))
     total = columns[0].astype(np.uint64, copy=False) * keys[0]
@@ -157,7 +153,7 @@ def geometries(manifest: Manifest, *sides: ShardingIndex) -> Geometries:
     if not len(manifest):
         none = np.zeros(0, np.int64)
         return Geometries(none, none, none)
-    columns: list[npt.NDArray[np.int64] | UInt64] = [manifest.itemsizes, *manifest.shapes.T]
+    columns: list[Int64 | UInt64] = [manifest.itemsizes, *manifest.shapes.T]
     for side in sides:
         columns += side.signatures()
     low, high = (_signature(columns, lane) for lane in range(_LANES))

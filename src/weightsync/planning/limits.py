@@ -20,12 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.errors import Aborted, LayoutError
 from weightsync.planning.geometry import Geometries, ShardingIndex
-
-Int64 = npt.NDArray[np.int64]
 
 MOST_PIECES = 1 << 25
 """Most pieces of one plan, over all targets."""

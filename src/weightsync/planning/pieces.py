@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PieceColumns
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 _LIMIT = 2.0**62
 

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.box_index import BoxIndex, first_hole
@@ -24,9 +24,6 @@ from weightsync.planning.limits import Allowance, Stop
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.source_balance import Choices, choices
 from weightsync.protocol.messages import Host
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 18
 

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.planning.box_index import BoxIndex
 from weightsync.planning.geometry import Rows
 from weightsync.protocol.messages import Host
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

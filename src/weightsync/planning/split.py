@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 from weightsync.planning.geometry import spread
-
-Int64 = npt.NDArray[np.int64]
 
 _MOST_ROWS = 1 << 28  # more blocks than any memory holds: the shape is forged or ``max_bytes`` a mistake
 

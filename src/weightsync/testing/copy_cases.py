@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.kernels import BLOCK
-
-Bytes = npt.NDArray[np.uint8]
 
 _GAP = 0xA5
 _MOST_BYTES = 4 << 20  # of a run, so that plain slices can check all tiles
 
 
-def tiles_from(table: npt.NDArray[np.int64]) -> CopyTable:
+def tiles_from(table: Int64) -> CopyTable:
     """Make tiles from ``int64[n, 7]``: region, source, source stride, target, target stride, rows, row bytes."""
     return CopyTable(table[:, 0].astype(np.int32), *(np.ascontiguousarray(table[:, column]) for column in range(1, 7)))
 
@@ -88,7 +86,7 @@ class Wanted:
         if self.buffer is not None:
             self.target[:] = self.buffer.read()
 
-    def expected(self, source: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def expected(self, source: Bytes) -> Bytes:
         """Compute the target after a transfer from ``source``, with plain slices."""
         result, base = np.full(len(self.target), _GAP, np.uint8), self.address
         for tiles in self.groups:
@@ -98,7 +96,7 @@ class Wanted:
                     result[first : first + size] = source[start + row * stride :][:size]
         return result
 
-    def digests(self) -> npt.NDArray[np.uint64]:
+    def digests(self) -> UInt64:
         """Compute the digests of tiles with keys (:func:`keyed`), ``uint64[tiles]``, from the target, run by run."""
         total, base = [0] * sum(map(len, self.groups)), self.address
         for tiles in self.groups:

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
 from weightsync.testing.copy_cases import Allocate, big
@@ -45,7 +45,7 @@ def allocate_in(buffer: str) -> Allocate | None:
     return made
 
 
-def contents(nbytes: int, version: int) -> npt.NDArray[np.uint8]:
+def contents(nbytes: int, version: int) -> Bytes:
     """Return the contents of the test's region at ``version``, ``uint8[nbytes]``: random bytes, different for every version."""
     return np.frombuffer(np.random.default_rng(version).bytes(nbytes), np.uint8)
 
@@ -56,7 +56,7 @@ class PublishedHere:
     def __init__(self, nbytes: int, layout_digest: str) -> None:
         self.region = PublishedRegion(nbytes, layout_digest)
 
-    def write(self, data: npt.NDArray[np.uint8]) -> None:
+    def write(self, data: Bytes) -> None:
         """Replace the contents. Call it inside ``region.placing``."""
         self.region.payload[:] = data
 
@@ -70,7 +70,7 @@ class PublishedOnCuda:
         sizes, addresses = ((nbytes,), [memory.data_ptr()]) if nbytes else ((), [])
         self.region = CudaRegion(sizes, layout_digest, lambda: addresses, device)
 
-    def write(self, data: npt.NDArray[np.uint8]) -> None:
+    def write(self, data: Bytes) -> None:
         """See :class:`PublishedHere`."""
         self._memory.copy_(torch.from_numpy(data.copy()))
 

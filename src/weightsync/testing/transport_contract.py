@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -204,7 +204,7 @@ class TransportContract:
         with self.owner(wanted.nbytes) as owner, self.begun_at(owner, wanted) as source:
             yield owner, source
 
-    def transfer(self, source: Reader, wanted: Wanted, version: int, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def transfer(self, source: Reader, wanted: Wanted, version: int, digests: UInt64 | None = None) -> None:
         """Transfer everything, and check that all bytes are correct and no others were written."""
         wanted.clear()
         source.begin(version, Deadline(20))

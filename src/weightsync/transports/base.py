@@ -19,9 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Host, Offer, Traits
 
@@ -129,7 +127,7 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+    def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """Ask for the bytes of a group. They are in place when :meth:`Completion.wait` returns, not earlier.
 
         With ``digests`` (``uint64[rows of the target's layout]``), the digest of every tile, read back from its target after the
@@ -137,7 +135,7 @@ class Reader(ABC):
         :class:`~weightsync.errors.ProtocolError` for ``digests`` if the transport's traits say that they come after.
         """
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Submit a group and wait for it."""
         self.submit(group, deadline, digests).wait(deadline)
 
@@ -172,10 +170,10 @@ class BlockingReader(Reader):
     """Base of readers whose :meth:`read` does the work in the caller's thread: a submitted group is read when it is waited for."""
 
     @abstractmethod
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`Reader.submit` and :meth:`Completion.wait`."""
 
-    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+    def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`Reader.submit`."""
         return _Deferred(lambda deadline: self.read(group, deadline, digests))
 

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
@@ -25,8 +25,6 @@ from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, HEADER, FrameHeader
 from weightsync.transports.net.frames import frames_of
-
-Int64 = npt.NDArray[np.int64]
 
 _DEFAULT_BUFFER = 16 << 20
 
@@ -130,7 +128,7 @@ class _HostReceiving(ReceivingWire):
 
     def __init__(self, settings: BufferSettings) -> None:
         self._settings = settings
-        self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._buffers: list[Bytes] = []
         self._groups: Sequence[CopyTable] = ()
         self._frames = np.empty((0, 5), np.int64)
         self.join = partial(init_custom_process_group, "gloo")
@@ -162,7 +160,7 @@ class _HostReceipt(Receipt):
         group: ProcessGroup,
         frames: Int64,
         version: int,
-        buffers: list[npt.NDArray[np.uint8]],
+        buffers: list[Bytes],
         deadline: Deadline,
     ) -> None:
         self._frames, self._version = frames, version
@@ -190,7 +188,7 @@ class _HostReceipt(Receipt):
         except WeightSyncError as error:
             self.abort(error.with_traceback(None))  # which would keep this, and so the buffers
 
-    def _free(self, sequence: int) -> npt.NDArray[np.uint8] | None:
+    def _free(self, sequence: int) -> Bytes | None:
         """Wait until the buffer for this frame is free. Returns ``None`` if no reader wants it any more."""
         with self._changed:
             free = self._changed.wait_for(
@@ -201,7 +199,7 @@ class _HostReceipt(Receipt):
                 raise DeadlineExceeded(f"the engine did not take a bucket within {self._deadline.seconds:g} s")
             return None if self._ended is not None else self._buffers[sequence % len(self._buffers)]
 
-    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: UInt64 | None) -> None:
         if digests is not None:
             check_keys(tiles, digests)
         done = 0
@@ -220,7 +218,7 @@ class _HostReceipt(Receipt):
                 self._unpacked += 1
                 self._changed.notify_all()
 
-    def _next(self, deadline: Deadline) -> npt.NDArray[np.uint8]:
+    def _next(self, deadline: Deadline) -> Bytes:
         """Wait for the next frame. Its buffer is not overwritten before it was unpacked."""
         with self._changed:
             arrived = self._changed.wait_for(

@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
@@ -30,8 +30,6 @@ from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.net.messages import Ready
-
-Int64 = npt.NDArray[np.int64]
 
 _MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -190,7 +188,7 @@ class _DeviceReceipt(Receipt):
         self._group, self._packed = group, packed
         self._frames_of, self._version, self._next = frames_of, version, 0
 
-    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: UInt64 | None) -> None:
         if digests is not None:
             raise ProtocolError("nccl takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
         first, end = self._frames_of[group]
@@ -226,8 +224,8 @@ class Pinned:
     Raises :class:`~weightsync.errors.TransportUnavailable` where the driver refuses (locked memory is limited, say).
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], device: torch.device) -> None:
-        self._memory: npt.NDArray[np.uint8] | None = None
+    def __init__(self, memory: Bytes, device: torch.device) -> None:
+        self._memory: Bytes | None = None
         self.address = int(memory.ctypes.data)
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if not memory.nbytes:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes, Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, TransportUnavailable
 from weightsync.tensors.copy_table import CopyTable
@@ -23,8 +23,6 @@ from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup
 from weightsync.transports.net.channel import DATA, HEADER, VERSION_AT, FrameHeader
 from weightsync.transports.net.frames import HEADER_ROOM, packed_copies, packed_frames
-
-Int64 = npt.NDArray[np.int64]
 
 DEFAULT_BUFFER = 256 << 20
 """Larger ones are hardly faster where the next is packed beside the broadcast of one: docs/benchmarks/gpu-broadcast.md."""
@@ -143,7 +141,7 @@ class PackedBroadcast:
         for stream in self._streams:
             stream.synchronize()
 
-    def _check_headers(self, due: npt.NDArray[np.uint8], first: int, end: int) -> None:
+    def _check_headers(self, due: Bytes, first: int, end: int) -> None:
         headers = self._headers[first:end].cpu().numpy()
         wrong = np.flatnonzero((headers != due).any(axis=1))
         if len(wrong):
@@ -152,7 +150,7 @@ class PackedBroadcast:
             raise ProtocolError(f"a broadcast brought frame {tuple(came)} where {tuple(wanted)} was due")
 
 
-def _headers_of(frames: Int64) -> npt.NDArray[np.uint8]:
+def _headers_of(frames: Int64) -> Bytes:
     """The header of each frame, ``uint8[frames, 64]``, but for the version: made once, as a round must not wait for it."""
     headers = np.zeros((len(frames), HEADER_ROOM), np.uint8)
     for sequence, (number, offset, first, last, nbytes) in enumerate(frames.tolist()):

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -38,8 +38,6 @@ from weightsync.transports.net.messages import (
     transfer_deadline,
 )
 
-Int64 = npt.NDArray[np.int64]
-
 LEAST_BUFFER, MOST_BUFFER = 2 << 20, 4 << 30
 _WHY_SECONDS = 1.0  # how long the publisher has to say why a broadcast broke
 _CLOSE_SECONDS = 5.0
@@ -55,7 +53,7 @@ class Receipt(ABC):
     """One transfer that is being received. Not thread-safe, except :meth:`abort`."""
 
     @abstractmethod
-    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+    def read(self, group: int, tiles: CopyTable, deadline: Deadline, digests: UInt64 | None) -> None:
         """Put the bytes of ``tiles``, all of one group, in place."""
 
     @abstractmethod
@@ -239,7 +237,7 @@ class BroadcastReader(ConnectedReader):
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
         return self._channel, self._receipt
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, receipt = self._under_way()
         if not 0 <= group < len(self._groups):

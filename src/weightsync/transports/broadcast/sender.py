@@ -16,8 +16,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -51,8 +51,6 @@ from weightsync.transports.net.messages import (
     serve_requests,
     transfer_deadline,
 )
-
-Int64 = npt.NDArray[np.int64]
 
 _CLOSE_SECONDS = 10.0
 _GATHER_PART = 0.25

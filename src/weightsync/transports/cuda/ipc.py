@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -205,7 +205,7 @@ class CudaIpcReader(Reader):
         wait_until_idle(self.device, deadline, f"what this engine rank has queued on its device before version {version}")
         self._stamp = stamp
 
-    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+    def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`weightsync.transports.base.Reader.submit`."""
         if self._alone is None:
             self._alone = CombinedReader([self])
@@ -311,7 +311,7 @@ class CombinedReader(Reader):
         for reader in self._readers:
             reader.begin(version, deadline)
 
-    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+    def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`weightsync.transports.base.Reader.submit`. Launches on the device's current stream."""
         if digests is not None:
             raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")

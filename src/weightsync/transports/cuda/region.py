@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes, Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.waiting import wait_until_idle
@@ -22,15 +22,13 @@ from weightsync.transports.cuda.driver import HANDLE_BYTES, Allocation, DeviceMe
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
 from weightsync.transports.hostinfo import this_process
 
-Int64 = npt.NDArray[np.int64]
-
 PLACING_SECONDS = 60.0
 """How long the work that is queued on a device may take before what it computes is published, where no deadline is nearer."""
 _MOST_BYTES = 1 << 60
 _EXPORTS_WORD = 16  # of the header page, behind what Header uses; in a cache line of its own
 
 
-def export_count(page: npt.NDArray[np.uint8]) -> int:
+def export_count(page: Bytes) -> int:
     """How often the publisher of this header page has exported memory: a reader whose number is another must ask again."""
     return int(page[:HEADER_BYTES].view(np.int64)[_EXPORTS_WORD])
 
@@ -116,7 +114,7 @@ class CudaRegion:
         return self._cell.fd
 
     @property
-    def page(self) -> npt.NDArray[np.uint8]:
+    def page(self) -> Bytes:
         """The header page."""
         return self._cell.memory
 

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bytes, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
@@ -23,8 +23,8 @@ class MappedReader(BlockingReader):
     ``end`` raise :class:`~weightsync.errors.PeerLost` once the publisher is gone.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], nbytes: int, layout_digest: str, publisher: str) -> None:
-        self._memory: npt.NDArray[np.uint8] | None = memory
+    def __init__(self, memory: Bytes, nbytes: int, layout_digest: str, publisher: str) -> None:
+        self._memory: Bytes | None = memory
         self._header = Header(memory)
         self._header.check(nbytes)
         self._regions = (nbytes,)
@@ -82,7 +82,7 @@ class MappedReader(BlockingReader):
         self._check(deadline, f"beginning version {version}")
         self._stamp = self._header.require(version)
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         stamp = self._started()
         self._check(deadline, f"reading group {group}")

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync import forks
+from weightsync.arrays import Bytes
 from weightsync.errors import ProtocolError, SharedMemoryTooSmall
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
@@ -150,7 +150,7 @@ def reopen_read_only(fd: int) -> int:
         return os.dup(fd)  # no /proc here: the seals alone must keep readers from writing
 
 
-def map_read_only(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+def map_read_only(fd: int, nbytes: int) -> Bytes:
     """The first ``nbytes`` bytes of ``fd``, ``uint8[nbytes]``, read-only; unmapped when the last view of it goes.
 
     Raises :class:`~weightsync.errors.ProtocolError` if the memory is smaller, or could be made so while it is read (a SIGBUS).

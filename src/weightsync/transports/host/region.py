@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bytes
 from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError
 from weightsync.forks import Origin
@@ -33,7 +33,7 @@ class Header:
     reader that finds the same stamp before and after a copy has read that version and nothing else.
     """
 
-    def __init__(self, page: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, page: Bytes) -> None:
         self._words = page[:HEADER_BYTES].view(np.int64)
         # Taking a lock is the one full memory barrier that Python offers; on x86 it would not be needed.
         self._barrier = threading.Lock()
@@ -129,13 +129,13 @@ class PublishedRegion(Closeable):
         """Bytes of each region of the layout."""
         self.layout_digest, self.windows = layout_digest, windows
         self._memory = allocate(HEADER_BYTES + nbytes)
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(self._memory.map, np.uint8)
+        self._bytes: Bytes | None = np.frombuffer(self._memory.map, np.uint8)
         self.header = Header(self._bytes)
         self.header.write_new(nbytes)
         self._writers: dict[object, None] = {}
 
     @property
-    def memory(self) -> npt.NDArray[np.uint8]:
+    def memory(self) -> Bytes:
         """The header page and the payload, ``uint8[HEADER_BYTES + nbytes]``; keeps the memory mapped as :attr:`payload` does."""
         self._origin.require("a region")
         if self._bytes is None:
@@ -143,7 +143,7 @@ class PublishedRegion(Closeable):
         return self._bytes
 
     @property
-    def payload(self) -> npt.NDArray[np.uint8]:
+    def payload(self) -> Bytes:
         """The bytes, ``uint8[nbytes]``. The memory stays mapped while such a view exists, even after :meth:`close`."""
         return self.memory[HEADER_BYTES:]
 

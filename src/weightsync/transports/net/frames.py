@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource
 from weightsync.planning.geometry import spread
 from weightsync.tensors.copies import check_tiles
@@ -24,8 +24,6 @@ MAX_FRAME_BYTES = 2 * FRAME_BYTES
 
 HEADER_ROOM = 64
 """Bytes of a frame's header in a table of headers."""
-
-Int64 = npt.NDArray[np.int64]
 
 _LEAD = 8
 _STEPS = ((1, 2), (3, 4), (_LEAD, 9), (10, 11))
@@ -66,9 +64,7 @@ def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
     return cut if tiles.keys is not None else replace(cut, keys=None)
 
 
-def wanted_tiles(
-    want: RegisterTiles, layout_digest: str, regions: Sequence[int], largest: int
-) -> tuple[CopyTable, npt.NDArray[np.int64]]:
+def wanted_tiles(want: RegisterTiles, layout_digest: str, regions: Sequence[int], largest: int) -> tuple[CopyTable, Int64]:
     """Check a reader's table and decode it.
 
     Args:
@@ -103,7 +99,7 @@ def wanted_tiles(
     return tiles, counts
 
 
-def frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], most: int = FRAME_BYTES) -> npt.NDArray[np.int64]:
+def frames_of(counts: Int64, sizes: Int64, most: int = FRAME_BYTES) -> Int64:
     """Cut groups of tiles into frames.
 
     Returns ``int64[frames, 5]`` in order: group, index of the group's first tile, first tile, one past the last, bytes.
@@ -120,7 +116,7 @@ def frames_of(counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], most:
     first = np.concatenate(([0], np.flatnonzero((np.diff(group) != 0) | (np.diff(part) != 0)) + 1))
     last = np.append(first[1:], len(sizes))
     nbytes = ends[last - 1] - (ends - sizes)[first]
-    frames: npt.NDArray[np.int64] = np.stack([group[first], group_first[group[first]], first, last, nbytes], axis=1)
+    frames: Int64 = np.stack([group[first], group_first[group[first]], first, last, nbytes], axis=1)
     return frames
 
 

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync import forks
+from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, TransportError, TransportUnavailable
 from weightsync.protocol.messages import Memory
-
-Int64 = npt.NDArray[np.int64]
 
 _MODULES = ("nixl_cu13", "nixl_cu12")
 Pieces = tuple[Memory, Int64, int]
@@ -284,7 +282,7 @@ def _without_frames(error: Exception) -> Exception:
     return error.with_traceback(None)
 
 
-def _descriptors(spans: Int64, device: int) -> npt.NDArray[np.uint64]:
+def _descriptors(spans: Int64, device: int) -> UInt64:
     """``uint64[n, 3]``: address, bytes, device."""
     table = np.empty((len(spans), 3), np.uint64)
     table[:, :2] = spans
@@ -292,6 +290,6 @@ def _descriptors(spans: Int64, device: int) -> npt.NDArray[np.uint64]:
     return table
 
 
-def span_of(memory: npt.NDArray[np.uint8]) -> Int64:
+def span_of(memory: Bytes) -> Int64:
     """Return address and bytes of an array, ``int64[1, 2]``."""
     return np.array([[memory.ctypes.data, memory.nbytes]], np.int64)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource, from_wire
 from weightsync.protocol.messages import Memory
@@ -40,8 +40,6 @@ from weightsync.transports.nixl.staged_frames import (
     copies,
     split,
 )
-
-Int64 = npt.NDArray[np.int64]
 
 POSTING_THREADS = 2
 """More gain nothing between two GPUs (docs/benchmarks/gpu-rounds.md)."""
@@ -376,7 +374,7 @@ class NixlReader(ConnectedReader):
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
         return self._plan
 
-    def submit(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> Completion:
+    def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`weightsync.transports.base.Reader.submit`."""
         if digests is not None:
             raise ProtocolError("nixl takes no digests while it reads: digest the targets when they are in place")
@@ -389,7 +387,7 @@ class NixlReader(ConnectedReader):
             transfer.start()
         return _NixlRead(self, group)
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         self.submit(group, deadline, digests).wait(deadline)
 

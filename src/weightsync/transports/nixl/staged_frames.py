@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bools, Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import TransportUnavailable
 from weightsync.protocol.messages import Memory
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.frames import packed_copies, packed_frames
-
-Int64 = npt.NDArray[np.int64]
 
 BUFFERS = 2
 TILE_BYTES = 4 << 20
@@ -56,7 +54,7 @@ class Frames:
         return packed_copies(self.tiles, self.table, buffers, regions, _ALIGNMENT)
 
 
-def _merged_runs(tiles: CopyTable) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], Int64]:
+def _merged_runs(tiles: CopyTable) -> tuple[Bools, Bools, Int64]:
     """Return which tiles are contiguous at both ends, which of them continue the tile before, and the bytes of each tile's run.
 
     Contiguous tiles that follow each other without a gap at both ends are one run.

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError
@@ -42,8 +41,6 @@ from weightsync.transports.nixl.staged_frames import (
     StagingBuffers,
     copies,
 )
-
-Int64 = npt.NDArray[np.int64]
 
 _PACK_SECONDS = 60.0
 

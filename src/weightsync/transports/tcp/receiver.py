@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import CopyTable
@@ -32,7 +32,7 @@ class StreamReader(ConnectedReader):
 
     def __init__(self, dial: Dial, deadline: Deadline) -> None:
         self._stream: _Arriving | None = None
-        self._ends: list[npt.NDArray[np.int64]] = []
+        self._ends: list[Int64] = []
         self._header = bytearray(HEADER.size)
         super().__init__(dial, deadline)
 
@@ -79,7 +79,7 @@ class StreamReader(ConnectedReader):
             raise ProtocolError("a transfer was continued that was not begun, or that failed")
         return self._channel, self._stream
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, stream = self._running()
         if not 0 <= group < len(self._groups):
@@ -111,7 +111,7 @@ class StreamReader(ConnectedReader):
         if header.nbytes != nbytes or nbytes > MAX_FRAME_BYTES:
             raise ProtocolError(f"{channel.peer} sent a frame of {header.nbytes} bytes for tiles of {nbytes}")
 
-    def _receive(self, channel: Channel, stream: _Arriving, deadline: Deadline, digests: npt.NDArray[np.uint64] | None) -> None:
+    def _receive(self, channel: Channel, stream: _Arriving, deadline: Deadline, digests: UInt64 | None) -> None:
         """Take in the frame whose header was read, and the header that follows (an end at least)."""
         _, _, _, group, first, last, nbytes = stream.header
         stream.tiles.receive(self._groups[group], first, last, nbytes, deadline, digests)

@@ -8,8 +8,8 @@ import socket
 import time
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.tensors.copies import check_keys
 from weightsync.tensors.copy_table import CopyTable
@@ -34,9 +34,7 @@ class TileStream:
         self._bucket = np.empty(RECORD_BYTES if channel.encrypted else SLICE, np.uint8)
         self._status = np.zeros(3, np.int64)  # an error number, and room for a clock reading
 
-    def send(
-        self, tiles: CopyTable, addresses: npt.NDArray[np.int64], first: int, last: int, nbytes: int, deadline: Deadline
-    ) -> None:
+    def send(self, tiles: CopyTable, addresses: Int64, first: int, last: int, nbytes: int, deadline: Deadline) -> None:
         """Send tiles ``first <= i < last``, which hold ``nbytes`` bytes; ``addresses`` is where each source region begins."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
         table, bases = tiles.table_address, addresses.ctypes.data
@@ -53,9 +51,7 @@ class TileStream:
             done = send_table(fd, table, first, last, bases, done, bucket, self._bucket.nbytes, until, status)
             self._check()
 
-    def receive(
-        self, tiles: CopyTable, first: int, last: int, nbytes: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None
-    ) -> None:
+    def receive(self, tiles: CopyTable, first: int, last: int, nbytes: int, deadline: Deadline, digests: UInt64 | None) -> None:
         """Fill the targets of tiles ``first <= i < last``; with ``digests``, add each tile's, read from its target."""
         bucket, status = self._bucket.ctypes.data, self._status.ctypes.data
         out = 0

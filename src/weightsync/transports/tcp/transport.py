@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import Host, Offer, Traits
@@ -45,7 +45,7 @@ class Sender:
         self._payload = region.payload
         self._addresses = np.array([region.address], np.int64)
         self._tiles = CopyTable.empty()
-        self._frames: npt.NDArray[np.int64] = np.empty((0, 5), np.int64)
+        self._frames: Int64 = np.empty((0, 5), np.int64)
         self._stream_of_tiles = TileStream(channel)
 
     def run(self) -> None:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from weightsync.model.result import ReplicaResult, RoundResult
     from weightsync.model.version import Version
     from weightsync.tensors.shards import Shard, manifest_of, shard, shards_of
+    from weightsync.trainer.adapters import Adapters
+    from weightsync.trainer.lora_state import base_weights
     from weightsync.trainer.stream import Stream
     from weightsync.trainer.trainer import Trainer
     from weightsync.transports.broadcast.collective import Collective
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Adapters": "weightsync.trainer.adapters",
     "Box": "weightsync.model.box",
     "Collective": "weightsync.transports.broadcast.collective",
     "CudaIpc": "weightsync.transports.cuda.ipc",
@@ -81,6 +84,7 @@ _WHERE = {
     "Timeouts": "weightsync.config",
     "Trainer": "weightsync.trainer.trainer",
     "Version": "weightsync.model.version",
+    "base_weights": "weightsync.trainer.lora_state",
     "manifest_of": "weightsync.tensors.shards",
     "shard": "weightsync.tensors.shards",
     "shards_of": "weightsync.tensors.shards",
@@ -88,6 +92,7 @@ _WHERE = {
 
 __all__ = [
     "Aborted",
+    "Adapters",
     "AuthenticationError",
     "Box",
     "BroadcastBroken",
@@ -132,6 +137,7 @@ __all__ = [
     "VersionError",
     "WeightSyncError",
     "__version__",
+    "base_weights",
     "manifest_of",
     "shard",
     "shards_of",

@@ -72,6 +72,23 @@ DELTA_POINTS = (
 )
 """Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
 
+LORA_POINTS = (
+    "round.lora.agreed",
+    "round.lora.staged",
+    "round.lora.registered",
+    "engine.lora.received.preparelora",
+    "engine.lora.prepared",
+    "engine.lora.received.stagelora",
+    "engine.lora.received",
+    "engine.lora.staged",
+    "engine.lora.received.registerlora",
+    "engine.lora.register",
+    "engine.lora.registered",
+    "engine.lora.received.droplora",
+    "engine.lora.drop",
+)
+"""Points of the publication of a LoRA adapter: see ``tests/integration/rounds/test_adapters.py``."""
+
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""
 

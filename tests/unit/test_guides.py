@@ -258,6 +258,11 @@ def test_operations_guide_names_options_and_settings_that_exist() -> None:
     assert {option for option in re.findall(r"`[^`\n]*(--[a-z][a-z-]+)", page) if option not in options} == set()
 
 
+def test_the_adapters_guide_serves_two_tenants() -> None:
+    result = _run("guides/adapters.md")["result"]
+    assert str(result.version) == "alice/math@2"
+
+
 def test_streams_guide_hands_every_tensor_to_the_loader() -> None:
     guide = _run("guides/streams.md")
     try:

@@ -31,6 +31,7 @@ MAX_TEST_LINES = 600
 
 PUBLIC = [
     "Aborted",
+    "Adapters",
     "AuthenticationError",
     "Box",
     "BroadcastBroken",
@@ -75,6 +76,7 @@ PUBLIC = [
     "VersionError",
     "WeightSyncError",
     "__version__",
+    "base_weights",
     "manifest_of",
     "shard",
     "shards_of",
@@ -509,8 +511,8 @@ def test_nothing_is_installed_without_its_hash() -> None:
     assert re.search(r"^INSTALL := install --no-compile$", makefile, re.MULTILINE)
 
 
-ADAPTER_CALLS = ("engine/adapter_calls.py", "engine/session.py")
-"""The engine session: its calls, and who alone makes them."""
+ADAPTER_CALLS = ("engine/adapter_calls.py", "engine/session.py", "engine/lora_role.py")
+"""The engine session: its calls, and who alone makes them. Those about LoRA adapters run beside them, from one place."""
 ADAPTER_METHODS = {name for name, value in vars(weightsync.EngineAdapter).items() if inspect.isfunction(value) and name[0] != "_"}
 
 

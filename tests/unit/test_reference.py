@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from tools import reference
 
-from weightsync.protocol import messages, store_messages, update_messages
+from weightsync.protocol import lora_messages, messages, store_messages, update_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weightsync"
@@ -69,12 +69,14 @@ def test_pages_name_tests_that_exist() -> None:
     assert not [(page, path) for page, path in named if not any(ROOT.glob(path))]
 
 
+MESSAGES = (messages, store_messages, update_messages, lora_messages)
+
+
 def test_the_protocol_page_names_every_message_and_only_its_fields() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
     wrong = []
     for name, fields in re.findall(r"\b([A-Z]\w+)\(([a-z_, ]*)\)", page):
-        kind = next(filter(None, (getattr(module, name, None) for module in (messages, store_messages, update_messages))), None)
-        known = getattr(kind, "__struct_fields__", ())
+        known = getattr(next((found for kinds in MESSAGES if (found := getattr(kinds, name, None))), None), "__struct_fields__", ())
         if not set(filter(None, fields.split(", "))) <= set(known):
             wrong.append(f"{name}({fields})")
     assert not wrong

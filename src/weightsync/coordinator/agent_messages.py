@@ -10,9 +10,10 @@ from msgspec import structs
 from weightsync.config import ROUTED_URL
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RoundDeadline
-from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
+from weightsync.coordinator.ranks import AdapterRank, EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
+from weightsync.model.lora import check_adapter_name
 from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
@@ -29,7 +30,9 @@ from weightsync.protocol.store_messages import ManifestStored, StorePart
 TRAINER = "trainer"
 """Name under which trainer ranks connect. No replica may use it."""
 
-_MOST_RANKS = {"trainer": 1 << 16, "engine": 1 << 12}
+_ADAPTERS = "adapters:"
+"""Begins the names under which the ranks that publish LoRA adapters connect."""
+_MOST_RANKS = {"trainer": 1 << 16, "engine": 1 << 12, "adapters": 1 << 16}
 _MOST_OFFERS = 64
 _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
@@ -56,7 +59,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
     for what, text in (("name", hello.name), ("session", hello.session)):
         if not text or len(text) > _LONGEST or not text.isprintable() or "/" in text:
             raise ProtocolError(f"an agent's {what} must be 1 to {_LONGEST} printable characters without '/', not {text[:40]!r}")
-    if (hello.name == TRAINER) != (hello.role == "trainer"):
+    if ((hello.name == TRAINER), hello.name.startswith(_ADAPTERS)) != (hello.role == "trainer", hello.role == "adapters"):
         raise MembershipError(f"{hello.name!r} cannot be the name of an agent of role {hello.role}")
     if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS[hello.role]):
         most = _MOST_RANKS[hello.role]
@@ -72,10 +75,13 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         raise ConfigurationError(f"{member} lists tensors, but says that they are not known before a stream")
     if bool(hello.window_bytes) != bool(hello.windows) or (hello.windows and (hello.windows < _FEWEST_WINDOWS or not hello.live)):
         raise ConfigurationError(f"{member} cannot publish streams with {hello.windows} windows of {hello.window_bytes} bytes")
-    source_layout = hello.layout if hello.role == "trainer" else hello.source_layout
+    if hello.role == "adapters" and (hello.windows or hello.new_epoch or not len(manifest)):
+        raise ConfigurationError(f"{member} publishes adapters: it has tensors, no windows and no epochs")
+    publishes = hello.role != "engine"
+    source_layout = hello.layout if publishes else hello.source_layout
     if (source_layout is None) != (not hello.offers) or (hello.role == "engine" and hello.offers and not len(manifest)):
         raise ConfigurationError(f"{member} must send the layout of what others read from it and at least one transport offer")
-    if hello.role == "trainer" and source_layout is None:
+    if publishes and source_layout is None:
         raise ConfigurationError(f"{member} must send the layout of its shards and at least one transport offer")
     hello = structs.replace(
         hello,
@@ -86,8 +92,8 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
         adapter=hello.adapter or "custom",
     )
     layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
-    if hello.role == "trainer" and layout is not None:
-        return TrainerRank(hello, manifest, layout)
+    if publishes and layout is not None:
+        return (TrainerRank if hello.role == "trainer" else AdapterRank)(hello, manifest, layout)
     served = None if source_layout is None else PublishingRank(hello, manifest, Layout.from_columns(manifest, source_layout))
     return EngineRank(hello, manifest, layout, served)
 
@@ -106,7 +112,10 @@ def _check_texts(hello: Hello) -> None:
             raise ProtocolError(f"{hello.name} sent a text that is not printable: {text[:40]!r}")
     if hello.url and ROUTED_URL.fullmatch(hello.url) is None:
         raise ProtocolError(f"{hello.name} sent a URL that no router can use: {hello.url[:80]!r}")
-    for version in (hello.serving, hello.version):
+    loras = [version for held in hello.loras for version in (held.version, held.spec.base)]
+    for held in hello.loras:
+        check_adapter_name(held.version.run)
+    for version in (hello.serving, hello.version, *loras):
         if version is None:
             continue
         hexadecimal = _HEX.fullmatch(version.manifest) and _HEX.fullmatch(version.digest)
@@ -118,6 +127,8 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
     """Return the handler for calls of this rank's agent: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
 
     async def handle(body: Body, timeout: float) -> Body:
+        if isinstance(rank, AdapterRank):
+            return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
             return Published(await coordinator.publish(rank.member, body, timeout))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):

@@ -34,13 +34,14 @@ from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.coordinator.keyed_digests import KeyedDigester
+from weightsync.coordinator.loras import Loras
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank
+from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.reported_versions import reported_version, validate
@@ -99,16 +100,14 @@ class Coordinator:
         self._planner = Planner(settings.plan_bytes)
         self._keyed = KeyedDigester(self._members, self._planner)
         self._preparing = PreparingAhead(self._members, self._planner, settings.timeout, self._spawn)
+        self.loras = Loras(settings, self._members, self._keyed, (self._lock, self._serialize), self._spawn)
         self._closed = False
         self._started = time.time()
 
     # Membership.
 
     def join_trainer(self, node: RankNode[TrainerRank]) -> int:
-        """Add a trainer rank that has connected.
-
-        Returns:
-            The last version number of its epoch, or -1.
+        """Add a trainer rank that has connected. Return the last version number of its epoch, or -1.
 
         Raises:
             MembershipError: The rank is in use by another live process, or its world size differs from other ranks'.
@@ -155,24 +154,23 @@ class Coordinator:
         if replica.complete:
             self._reconcile(replica)
             self._prepare_ahead(replica)
+            self.loras.replica_joined(replica)
         self._attendance.changed()
         return replica.refusal or ""
 
     def leave(self, node: RankNode[Any], reason: str = "its connection closed", clean: bool = False) -> None:
-        """Remove a connection that has closed: its pending calls fail and its replica is lost. Idempotent.
-
-        Args:
-            node: The connection. One that has been replaced is ignored.
-            reason: Why it closed.
-            clean: Whether the agent closed it on purpose.
-        """
-        if self._members.remove(node, reason, clean):
+        """Remove a connection that has closed, ``clean`` if on purpose: its calls fail and its replica is lost. Idempotent."""
+        if isinstance(node.rank, AdapterRank):
+            self.loras.leave(node, reason, clean)
+        elif self._members.remove(node, reason, clean):
             self._publications.withdraw(node.rank.member)
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
             self._attendance.changed()
             if isinstance(node.rank, TrainerRank):  # a hanging rank must not delay the next preparation
                 self._preparing.stop_all()
+            else:
+                self.loras.replica_left(node.rank.hello.name)
 
     def link_of(self, member: str) -> RankHandle[Any]:
         """Return the handle of a connected rank.
@@ -180,7 +178,7 @@ class Coordinator:
         Raises:
             MembershipError: The rank is not connected.
         """
-        return self._members.find(member)
+        return self.loras.find(member) or self._members.find(member)
 
     def revoke(self, member: str) -> RankStatus:
         """Close the connection of ``member``, refuse its credential from now on, and tell its process why.
@@ -189,7 +187,7 @@ class Coordinator:
             MembershipError: The rank is not connected.
         """
         link = self.link_of(member)
-        self._members.revoke(link)
+        (self.loras if isinstance(link.rank, AdapterRank) else self._members).revoke(link)
         reason = "its credential was revoked"
         self.leave(link.node, reason, clean=True)  # a clean end: rounds do not miss the rank
         link.node.dismiss(reason)
@@ -392,6 +390,7 @@ class Coordinator:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}
             result = structs.replace(result, slowest=tracer.slowest_span, transports=transports)
         self._past.keep(result)
+        self.loras.base_updated()
         self._feed.emit(RoundEnded(this, result, result.error, seeding, result.seconds, queued))
         return result
 
@@ -524,6 +523,7 @@ class Coordinator:
             trainer_gone=gone,
             alerts=alerts_of(replicas, gone, self._past),
             stored=None if self.stored.newest is None else self.stored.newest.version,
+            adapters=self.loras.status(),
         )
 
     def routes(self) -> dict[str, tuple[str, Version | None]]:
@@ -569,6 +569,7 @@ class Coordinator:
         """Cancel running work, which quarantines replicas in the middle of an update, and end all subscriptions. Idempotent."""
         self._closed = True
         self._rendezvous.close()
+        self.loras.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -13,6 +13,7 @@ from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, know
 from weightsync.coordinator.status import RankStatus
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
+from weightsync.model.lora import adapter_label
 from weightsync.protocol.messages import Body
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ class RankHandle(Generic[R]):
         self.prepared: str | None = None
         """Key of the plan for which an engine rank is ready."""
         self.transports: tuple[str, ...] = ()
+        self.loras = {adapter_label(held.version.run, held.version.number): held for held in node.rank.hello.loras}
+        """Versions of adapters that an engine rank is known to serve, by label."""
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome

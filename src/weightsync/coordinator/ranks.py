@@ -32,6 +32,10 @@ class TrainerRank(PublishingRank):
     """A trainer rank."""
 
 
+class AdapterRank(TrainerRank):
+    """A rank of a trainer that publishes LoRA adapters. Ranks with the same name are one source."""
+
+
 @dataclass(frozen=True)
 class EngineRank:
     """An engine rank."""

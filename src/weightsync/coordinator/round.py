@@ -422,7 +422,7 @@ async def _at_once(
         updated = await on_all("update", limit, engines, Update(placement.version, context.pause_mode), Updated)
     failpoints.reached("round.moved")
     [(member, answer)] = updated.items()
-    report.moved = _whole(agreed, {member: answer.moved})
+    report.moved = whole(agreed, {member: answer.moved})
     with report.phase("verify"):
         await verify(agreed, report.moved, placement.digests, limit)
     failpoints.reached("round.verified")
@@ -454,10 +454,14 @@ async def move(
         ProtocolError: A rank sent digests of the wrong size.
     """
     message = Move(number, key, staged=staged is not None)
-    return _whole(agreed, await on_all("move", deadline, engines, message, Moved), {} if staged is None else staged.nbytes)
+    return whole(agreed, await on_all("move", deadline, engines, message, Moved), {} if staged is None else staged.nbytes)
 
 
-def _whole(agreed: TransferPlan, moved: dict[str, Moved], staged: Mapping[str, int] | None = None) -> dict[str, Moved]:
+def whole(agreed: TransferPlan, moved: dict[str, Moved], staged: Mapping[str, int] | None = None) -> dict[str, Moved]:
+    """Check that every rank moved what the plan says, or what is ``staged`` there, and return ``moved``.
+
+    Raises as :func:`move` does.
+    """
     for member, answer in moved.items():
         wanted = agreed.slices[member]
         if answer.nbytes != wanted.nbytes and answer.nbytes != (staged or {}).get(member):

@@ -79,6 +79,18 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where routers reach it (``WEIGHTSYNC_REPLICA_URL``)."""
 
 
+class AdapterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of a LoRA adapter, and who serves it."""
+
+    name: str
+    version: int
+    digest: str
+    rank: int
+    base: str | None
+    """Label of the base weights for which it was published; ``None``: weights that weightsync did not deliver."""
+    replicas: tuple[str, ...]
+
+
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A coordinator at one moment."""
 
@@ -110,6 +122,8 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Problems, the worst first."""
     stored: Version | None = None
     """Newest version in the store, as far as the coordinator knows."""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """Versions of LoRA adapters that are served."""
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):

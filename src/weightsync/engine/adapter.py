@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.tensors.shards import Shard
 
 
@@ -134,6 +135,40 @@ class EngineAdapter:
 
     def resume(self) -> None:
         """Generate again, with the new weights."""
+
+    # LoRA adapters. These are called on another thread, one at a time, also while a round runs and while the engine generates.
+
+    def lora_slots(self) -> LoraSlots | None:
+        """How many versions of LoRA adapters this engine holds at most, and their largest rank; ``None`` if it takes none."""
+        return None
+
+    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
+        """Raise unless this engine can serve an adapter with these tensors: it has every module, with these extents.
+
+        Called before anything is read or allocated. Nothing is known of the tensors yet.
+        """
+
+    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+        """Take a copy of ``tensors`` (lent until this returns) as version ``label`` (``alice/math@3``), for no request yet.
+
+        Returns the copies by the same names, if they are plain copies that requests will compute with: they are digested then.
+        Otherwise ``None``, and the result says ``received``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has lora_slots() but no stage_lora()")
+
+    def register_lora(self, version: Version) -> None:
+        """Every rank holds what was staged, verified, as ``version``: ``version.run`` is the adapter's name.
+
+        New requests may name it, and the name alone means the newest version that is registered.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has lora_slots() but no register_lora()")
+
+    def drop_lora(self, label: str) -> None:
+        """Let no new request use ``label``, staged or registered, and free it when the last that does has ended. Known or not."""
+
+    def loras(self) -> Collection[str]:
+        """Labels of all versions whose memory is in use: staged, registered, or dropped and still used."""
+        return ()
 
     def aborted(self, reason: str) -> None:
         """An update that may be running was given up; ``reason`` is empty where only the connection was lost. Any thread.

@@ -125,7 +125,7 @@ class Engine(Closeable):
                 settings,
                 hello=self._hello,
                 receive=LoggedCalls(f"{replica}/{rank}", self._role.receive, hands_over=adapter.name == "receiver"),
-                on_lost=lambda _: self._role.session.abort(),
+                on_lost=self._lost,
                 name=f"{replica}/{rank}",
             )
             owned.callback(self._link.close)
@@ -147,6 +147,10 @@ class Engine(Closeable):
     def _progress(self, nbytes: int) -> None:
         self._link.progress(nbytes)
 
+    def _lost(self, _: str) -> None:
+        self._role.session.abort()
+        self._role.loras.session.abort()
+
     def _hello(self) -> Hello:
         role = self._role
         direct = role.layout is not None and self._delivery != "streamed"
@@ -161,7 +165,8 @@ class Engine(Closeable):
             serving=role.session.served_version, takes_any=role.adapter.takes_any,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
-            live=served is not None and served.in_place, url=self._url,
+            live=served is not None and served.in_place, url=self._url, lora_slots=role.loras.slots,
+            loras=role.loras.served,
         )  # fmt: skip
 
     @property

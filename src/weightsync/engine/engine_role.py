@@ -19,6 +19,7 @@ from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.fill.staged_changes import StagedChanges
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
+from weightsync.engine.lora_role import LoraRole
 from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, State
@@ -27,6 +28,7 @@ from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, S
 from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Coverage
+from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import (
     Body,
     CheckSources,
@@ -51,6 +53,7 @@ from weightsync.protocol.messages import (
     Updated,
     WindowMoved,
 )
+from weightsync.protocol.worker import IncomingCall
 from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants
@@ -127,6 +130,13 @@ class EngineRole(SessionFront):
             bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
             progress=progress,
         )  # fmt: skip
+        self.loras = LoraRole(adapter, member, lambda: self.session.serving, self._fill_context)
+
+    def receive(self, body: Body, update: int = 0) -> IncomingCall:
+        """See :meth:`SessionFront.receive`. What is about LoRA adapters runs beside rounds."""
+        if isinstance(body, PrepareLora | StageLora | RegisterLora | DropLora):
+            return self.loras.receive(body, update)
+        return super().receive(body, update)
 
     def _look(self, shards: Sequence[Shard] | None) -> _ParameterMemory | None:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
@@ -326,6 +336,7 @@ class EngineRole(SessionFront):
 
     def _commit(self, body: Commit, deadline: Deadline) -> None:
         super()._commit(body, deadline)
+        self.loras.base_changed(body.version)
         moved, self._moved, self._staged = self._moved, None, None
         self._installed = None if moved is None else (body.version, *moved)
 
@@ -420,6 +431,7 @@ class EngineRole(SessionFront):
 
         If something runs longer than that (a loader that hangs, an update from outside), they are freed when it ends.
         """
+        self.loras.close(timeout)
         self.session.close(timeout, self._release)
 
     def _release(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,10 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.in_step import InStep
+from weightsync.engines.module_loras import ModuleLoras
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import FollowedShards, Shard
 
@@ -37,6 +39,8 @@ class ModuleAdapter(EngineAdapter):
         include_buffers: Whether persistent buffers are updated too.
         process_group: The ranks that use the module in step; all call :meth:`in_use` equally often. Defaults to the ranks of the
             mesh of the module's DTensors.
+        adapter_slots: Versions of LoRA adapters that the module holds at most; see :class:`weightsync.Adapters`.
+        max_lora_rank: Their largest rank.
     """
 
     name = "module"
@@ -44,11 +48,18 @@ class ModuleAdapter(EngineAdapter):
     follows = True
 
     def __init__(
-        self, module: torch.nn.Module, *, include_buffers: bool = False, process_group: ProcessGroup | None = None
+        self,
+        module: torch.nn.Module,
+        *,
+        include_buffers: bool = False,
+        process_group: ProcessGroup | None = None,
+        adapter_slots: int = 0,
+        max_lora_rank: int = 64,
     ) -> None:
         self.module = module
         self.version: Version | None = None
         self._followed = FollowedShards(module, include_buffers=include_buffers)
+        self._loras = ModuleLoras(module, LoraSlots(adapter_slots, max_lora_rank)) if adapter_slots else None
         self._fsdp = _fsdp_modules(module)
         ranks = _ranks_of(module) if process_group is None else torch.distributed.get_process_group_ranks(process_group)
         self._in_step = InStep(ranks) if len(ranks) > 1 else None
@@ -64,10 +75,14 @@ class ModuleAdapter(EngineAdapter):
         self._moved = True  # parameters may have moved; the first load after a pause checks it, once for all buckets
 
     @contextmanager
-    def in_use(self, timeout: float = 60.0) -> Iterator[Version | None]:
+    def in_use(self, timeout: float = 60.0, *, adapter: str | None = None) -> Iterator[Version | None]:
         """Block rounds inside the context, which yields the module's version (``None`` before the first). One user at a time.
 
+        With ``adapter`` the module computes with that LoRA adapter, and its version is yielded: with ``alice/math`` the newest
+        that is served when the context begins, with ``alice/math@2`` that one. Publications of adapters wait for nobody.
+
         Raises:
+            VersionError: The adapter is not served here.
             DeadlineExceeded: The module was paused or in use for ``timeout`` seconds, or the other ranks did not enter.
             PeerLost: Another rank has left.
             ConfigurationError: This is one of several ranks, and it is not known which enter together.
@@ -80,10 +95,16 @@ class ModuleAdapter(EngineAdapter):
                 with self._lock:
                     self._wait_until_free(timeout)
                     self._users[me] = None
-            yield self.version
+            with ExitStack() as using:
+                yield self.version if adapter is None else using.enter_context(self._adapters().using(adapter))
         finally:
             self._users.pop(me, None)
             self._notify()
+
+    def _adapters(self) -> ModuleLoras:
+        if self._loras is None:
+            raise ConfigurationError("this module holds no LoRA adapters: give ModuleAdapter(module, adapter_slots=...)")
+        return self._loras
 
     def _wait_until_free(self, timeout: float) -> None:
         if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
@@ -187,6 +208,31 @@ class ModuleAdapter(EngineAdapter):
         with self._lock:
             self._paused = self._begun = False
             self._changed.notify_all()
+
+    def lora_slots(self) -> LoraSlots | None:
+        """Return how many versions of adapters the module holds at most."""
+        return None if self._loras is None else self._loras.slots
+
+    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
+        """Check that the module has the layers that the adapter changes."""
+        self._adapters().check(spec, manifest)
+
+    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Copy the adapter's matrices."""
+        return self._adapters().stage(label, spec, tensors)
+
+    def register_lora(self, version: Version) -> None:
+        """Let :meth:`in_use` find the version."""
+        self._adapters().register(version)
+
+    def drop_lora(self, label: str) -> None:
+        """Forget the version, when nobody computes with it."""
+        if self._loras is not None:
+            self._loras.drop(label)
+
+    def loras(self) -> Collection[str]:
+        """Return the labels of all versions that are held."""
+        return () if self._loras is None else self._loras.labels()
 
 
 def _fsdp_modules(module: torch.nn.Module) -> list[FSDPModule]:

@@ -131,6 +131,7 @@ class CoordinatorConnection(Closeable):
         """Called after every call of the coordinator that was answered, on the thread of all links."""
         self._calls_worker = Worker(f"weightsync-calls-{name}")
         self._quarantine_worker = Worker(f"weightsync-quarantine-{name}")
+        self._beside_worker = Worker(f"weightsync-beside-{name}")
         self._borrowed: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Lock()
         self._ended = Latch()
@@ -262,7 +263,7 @@ class CoordinatorConnection(Closeable):
             ended = _runs_here(borrowed) or self._ended.wait(timeout)
             if not shared_loop.give_back(max(0.05, end.left)) or not ended:
                 _log.warning("%s: the link did not end within %g s", self._name, timeout)
-        for worker in (self._calls_worker, self._quarantine_worker):
+        for worker in (self._calls_worker, self._quarantine_worker, self._beside_worker):
             if not worker.close(max(0.05, end.left)):
                 _log.warning("%s: a call is still running after the link was closed", self._name)
 
@@ -397,7 +398,8 @@ class CoordinatorConnection(Closeable):
 
     async def _dispatch(self, body: Body, timeout: float) -> Body:
         call, what = self._receive(body), type(body).__name__
-        worker = self._quarantine_worker if isinstance(body, Quarantine) else self._calls_worker
+        beside = self._beside_worker if call.beside else self._calls_worker
+        worker = self._quarantine_worker if isinstance(body, Quarantine) else beside
         job = worker.submit(call.run, what, timeout)
         outcome = asyncio.wrap_future(job)
         counted = worker is self._calls_worker

@@ -15,12 +15,15 @@ import msgspec
 
 from weightsync.errors import ProtocolError, WeightSyncError, readable
 from weightsync.model.layout import LayoutColumns
+from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.model.manifest import TensorSpec
 from weightsync.model.pause import PauseMode
 from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
+from weightsync.protocol.lora_messages import HeldLora, LoraMessage
+from weightsync.protocol.plan_messages import Host, Memory, Offer, PieceColumns, PlanSlice, Reach, SourceAddress, Traits
 from weightsync.protocol.store_messages import StoreMessage
 from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
@@ -34,7 +37,7 @@ __all__ = [
     "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Protocol version. An agent and a coordinator whose versions differ refuse each other, in a message that names both versions."""
 
 UNREADABLE: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -73,92 +76,6 @@ DigestKey = Annotated[bytes, msgspec.Meta(max_length=64)]
 Delivery = Literal["auto", "direct", "streamed"]
 
 
-class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Location of a rank. Ranks with equal ``memory`` can share memory; ranks with equal ``name`` run on the same machine."""
-
-    name: _Name
-    memory: _Name
-
-
-Memory = Literal["host", "cuda"]
-Reach = Literal["process", "host", "network"]
-
-
-class Traits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Capabilities of a transport. Every offer carries them, so that no decision depends on a transport's name.
-
-    Attributes:
-        reads: Memories of a publisher from which readers can read.
-        writes: Memories into which a reader can write.
-        reach: Largest distance between a publisher and its readers: one process, one host, or any network.
-        encrypted: Whether bytes on the network are encrypted. If that depends on settings, a transport says that it can, and its
-            offer whether it does.
-        digests: Whether a reader computes digests while it writes ("inline"), or the caller does it in a later pass ("after").
-        live_source: Whether readers read the publisher's own memory, which must then stay alive and unchanged meanwhile.
-        shared_fate: Whether a reader that stops delays the others. Such a transport is used only if it is named explicitly.
-    """
-
-    reads: Annotated[tuple[Memory, ...], _Few] = ("host",)
-    writes: Annotated[tuple[Memory, ...], _Few] = ("host",)
-    reach: Reach = "network"
-    encrypted: bool = False
-    digests: Literal["inline", "after"] = "inline"
-    live_source: bool = False
-    shared_fate: bool = False
-
-
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way to reach a trainer rank's shards: a transport's name and its address, which only that transport understands."""
-
-    scheme: _Name
-    address: _Text
-    host: Host
-    traits: Traits = Traits()
-
-
-class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank from which a plan reads: its name, the layout for which the plan was made, and its offers, best first."""
-
-    member: _Member
-    layout_digest: _Name
-    offers: Annotated[tuple[Offer, ...], _Few]
-    key: bytes = b""
-    """Secret that authorizes a reader. It never appears in logs, status or ``repr``."""
-
-    def __repr__(self) -> str:
-        return f"<SourceAddress of {self.member}>"
-
-
-class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pieces that one target rank receives, as little-endian columns, see :class:`weightsync.planning.pieces.Pieces`."""
-
-    rows: int
-    dims: int
-    source: bytes
-    source_region: bytes
-    source_offset: bytes
-    source_strides: bytes
-    target_row: bytes
-    starts: bytes
-    stops: bytes
-
-
-class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of a plan for one engine rank: its pieces, their sources, and the layout that they fill.
-
-    For direct delivery ``layout`` is the engine's own, for streamed delivery of staging memory: a region a bucket, a row a tensor.
-    """
-
-    digest: _Name
-    delivery: Literal["direct", "streamed"]
-    reason: _Text
-    """Why this delivery was chosen, for display."""
-    sources: Annotated[tuple[SourceAddress, ...], _Many]
-    layout: LayoutColumns
-    pieces: PieceColumns
-    nbytes: int
-
-
 # Agent to coordinator, first frame.
 
 
@@ -170,9 +87,10 @@ class Hello(Message, frozen=True):
 
     protocol: int
     run: _Name
-    role: Literal["trainer", "engine"]
+    role: Literal["trainer", "engine", "adapters"]
+    """``adapters``: a rank of a trainer that publishes LoRA adapters."""
     name: _Name
-    """Name of the replica; for a trainer, ``"trainer"``."""
+    """Name of the replica; for a trainer, ``"trainer"``; for one of adapters, ``"adapters:"`` and anything."""
     rank: int
     world_size: int
     session: _Name
@@ -218,6 +136,10 @@ class Hello(Message, frozen=True):
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
     url: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Where routers reach the replica of this engine rank."""
+    lora_slots: LoraSlots | None = None
+    """What LoRA adapters this engine rank takes; ``None`` if it takes none."""
+    loras: Annotated[tuple[HeldLora, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Versions of adapters that this engine rank serves."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs
@@ -479,6 +401,8 @@ class Publish(Message, frozen=True):
     an equal step and count belong together. 0 if nothing was counted."""
     above: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """Highest number that earlier calls of this process have placed. It may be served, as far as a new coordinator knows."""
+    adapter: AdapterSpec | None = None
+    """The LoRA adapter whose version this is, equal on all ranks."""
 
 
 class CannotPublish(Message, frozen=True):
@@ -490,6 +414,8 @@ class CannotPublish(Message, frozen=True):
     step: _Step = None
     count: _Count = 0
     """As in :class:`Publish`."""
+    adapter: _Name = ""
+    """Name of the LoRA adapter that it cannot publish; empty for the base weights."""
 
 
 class WaitForReplicas(Message, frozen=True):
@@ -520,7 +446,8 @@ class Done(Message, frozen=True):
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage
+    CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage |
+    LoraMessage
 )  # fmt: skip
 
 

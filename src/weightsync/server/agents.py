@@ -17,7 +17,7 @@ from weightsync.config import ServerSettings
 from weightsync.coordinator.agent_messages import answer_agent, rank_of
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RankHandle
-from weightsync.coordinator.ranks import EngineRank, TrainerRank
+from weightsync.coordinator.ranks import AdapterRank, EngineRank, TrainerRank
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
@@ -104,7 +104,10 @@ class AgentSockets:
             return
         connection = _Connection(self._coordinator, socket, rank)
         try:
-            if isinstance(rank, TrainerRank):
+            if isinstance(rank, AdapterRank):
+                self._coordinator.loras.join(connection)
+                welcome = Welcome(rank.member, run)
+            elif isinstance(rank, TrainerRank):
                 welcome = Welcome(rank.member, run, last=self._coordinator.join_trainer(connection))
             else:
                 welcome = Welcome(rank.member, run, refusal=self._coordinator.join_engine(connection))

@@ -117,6 +117,8 @@ class Trainer(Closeable):
     _closed = False
     _version: Version | None = None
     _unchanged = False
+    _stores = True
+    _allowed = staticmethod(publishing_transports)
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Trainer(Closeable):
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, start_coordinator)
             self.coordinator = settings.coordinator.url
             key, network = secrets.token_bytes(32), network_of(settings)
-            allowed = publishing_transports(transports, network)
+            allowed = self._allowed(transports, network)
             self._role: TrainerRole | StreamRole
             if isinstance(state, Stream):
                 self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
@@ -197,7 +199,8 @@ class Trainer(Closeable):
                 member = f"trainer/{self.rank}"
                 owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
             self._link.connect()
-            self._storing = Storing(settings, self._role, self.rank, self._link.call)
+            stored = settings if self._stores else structs.replace(settings, store=None)
+            self._storing = Storing(stored, self._role, self.rank, self._link.call)
             owned.callback(self._storing.close)
             self._owned = owned.pop_all()
 
@@ -245,11 +248,13 @@ class Trainer(Closeable):
         self._requests.start_after(welcome.count)
 
     @property
-    def last_version(self) -> int | None:
-        """The highest version number that is known in this trainer's epoch, from any trainer process; ``None`` before the first.
+    def version(self) -> Version | None:
+        """The version that this trainer published last; ``None`` before the first."""
+        return self._version
 
-        ``publish()`` without a number takes the next.
-        """
+    @property
+    def last_version(self) -> int | None:
+        """The highest number that is known in this trainer's epoch, from any trainer process. ``publish()`` takes the next."""
         return self._last if self._last >= 0 else None
 
     def wait_for_replicas(
@@ -262,11 +267,9 @@ class Trainer(Closeable):
     ) -> tuple[str, ...]:
         """Wait until ``count`` replicas, those of ``names`` among them, have joined whole and hold this trainer's tensors.
 
-        Returns the names of all that do.
-
-        Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is there, and what the others lack.
-        With ``refused="raise"`` a replica with other tensors raises :class:`~weightsync.errors.ManifestMismatch` at once; by
-        default another replica may still come.
+        Returns the names of all that do. Any rank may call it. Raises :class:`~weightsync.errors.DeadlineExceeded` saying who is
+        there, and what the others lack. With ``refused="raise"`` a replica with other tensors raises
+        :class:`~weightsync.errors.ManifestMismatch` at once; by default another replica may still come.
         """
         self._check_open()
         deadline = Deadline(self._settings.timeouts.replicas if timeout is None else timeout)
@@ -497,7 +500,8 @@ class Trainer(Closeable):
         kind, message = to_wire(error)
         try:
             left = min(_TELLING_SECONDS, deadline.remaining("telling the other ranks"))
-            self._link.call(CannotPublish(wanted.number, kind, message[:_MESSAGE_CHARS], wanted.step, wanted.count), left)
+            adapter = "" if wanted.adapter is None else wanted.adapter.name
+            self._link.call(CannotPublish(wanted.number, kind, message[:_MESSAGE_CHARS], wanted.step, wanted.count, adapter), left)
         except WeightSyncError as unsent:
             _log.warning("trainer rank %d cannot publish, and could not tell the others: %s", self.rank, unsent)
 

@@ -14,7 +14,7 @@ from msgspec import inspect
 from weightsync.errors import ProtocolError
 from weightsync.model import TensorSpec
 from weightsync.model.layout import LayoutColumns
-from weightsync.protocol import messages, store_messages, update_messages
+from weightsync.protocol import lora_messages, messages, store_messages, update_messages
 from weightsync.protocol.messages import Answer, Body, Call, Frame, Hello, SourceAddress, decode, encode
 
 BODIES: tuple[type[Any], ...] = get_args(Body)
@@ -66,7 +66,7 @@ several = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_every_message_of_the_module_is_among_them() -> None:
     structs = {
         found
-        for found in (vars(messages) | vars(store_messages) | vars(update_messages)).values()
+        for found in (vars(messages) | vars(store_messages) | vars(update_messages) | vars(lora_messages)).values()
         if isinstance(found, type) and issubclass(found, update_messages.Message)
     }
     assert structs - {update_messages.Message} == set(ALL)

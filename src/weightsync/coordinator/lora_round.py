@@ -1,0 +1,220 @@
+"""Bring one version of a LoRA adapter to replicas, while all of them serve.
+
+::
+
+    replica 0: prepare ─┐              ┌─ stage ─ verify ─ register
+    replica 1: prepare ─┴─ place once ─┼─ stage ✗ drop
+    replica 2: prepare ✗
+
+A replica serves the version only after each of its ranks has staged and verified it. One that fails drops what it staged, serves
+what it served before, and delays no other. If no replica can take the version, none is placed, so its number is not used up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from msgspec import structs
+
+from weightsync import failpoints
+from weightsync.coordinator.negotiation import TransferPlan
+from weightsync.coordinator.publications import Placement
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, on_all
+from weightsync.coordinator.ranks import EngineRank
+from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.report import round_result
+from weightsync.coordinator.round import place, verify, whole
+from weightsync.coordinator.round_context import Engines, Placing, RoundContext
+from weightsync.coordinator.sources import ranks_of
+from weightsync.errors import PlanMismatch, RoundFailed, VersionError, WeightSyncError, to_wire
+from weightsync.model import SERVICE, Version
+from weightsync.model.lora import AdapterSpec, adapter_label
+from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.messages import Done, Moved, Prepared, ReplicaResult, RoundResult
+
+_log = logging.getLogger(__name__)
+_ONE_BUCKET = 1 << 60
+"""Larger than any adapter: an engine rank stages it in one piece."""
+
+
+class _Delivery:
+    """Record of one replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.phases: dict[str, float] = {}
+        self.current = ""
+        self.moved: Mapping[str, Moved] = {}
+        self.transports: tuple[str, ...] = ()
+        self.error: str | None = None
+        self.agreed = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.current, started = name, asyncio.get_running_loop().time()
+        yield
+        self.phases[name] = asyncio.get_running_loop().time() - started
+
+    def result(self, version: Version | None) -> ReplicaResult:
+        state, verified = self.replica.shown_state, {answer.verified for answer in self.moved.values()}
+        served = version if self.error is None else None
+        number, digest = (None, None) if served is None else (served.number, served.digest)
+        return ReplicaResult(
+            name=self.replica.name, state=state, version=number, digest=digest,
+            nbytes=sum(answer.nbytes for answer in self.moved.values()), delivery="streamed", transports=self.transports,
+            verified="" if served is None else "installed" if verified == {"installed"} else "received",
+            phases=self.phases, paused_seconds=0.0, error=self.error, source="trainer", service=SERVICE.get(state, state),
+        )  # fmt: skip
+
+
+class LoraRound:
+    """One publication of ``spec`` to the replicas of ``context``; or, when seeding, of what the regions hold.
+
+    ``turns`` has a lock for each replica, which stages one version at a time. ``registered`` is told who serves the version.
+    ``source`` names the trainer in plans.
+    """
+
+    def __init__(
+        self,
+        context: RoundContext,
+        spec: AdapterSpec,
+        source: str,
+        turns: Mapping[str, asyncio.Lock],
+        registered: Callable[[Replica, Version, AdapterSpec], None],
+    ) -> None:
+        self._context, self._spec, self._source = context, spec, source
+        self._turns, self._registered = turns, registered
+        self._decided = asyncio.Event()
+        """Set when a replica can take the version, or none can."""
+        self._refusals: list[str] = []
+
+    async def run(self) -> RoundResult:
+        """Run the round. Replicas that failed are results, not errors.
+
+        Raises:
+            RoundFailed: No replica can take the version.
+            WeightSyncError: Placing failed.
+        """
+        context, started = self._context, asyncio.get_running_loop().time()
+        reports = [_Delivery(replica) for replica in context.replicas]
+        try:
+            async with asyncio.TaskGroup() as group:
+                placing = group.create_task(self._place())
+                for report in reports:
+                    group.create_task(self._deliver(report, placing))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        placement, place_seconds = placing.result()
+        results = [*(report.result(placement.version) for report in reports), *context.absent()]
+        seconds = asyncio.get_running_loop().time() - started
+        return round_result(
+            context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step
+        )
+
+    async def _place(self) -> tuple[Placement, float]:
+        replicas = self._context.replicas
+        if replicas:
+            await self._decided.wait()  # every delivery decides by the round's deadline
+        if len(self._refusals) == len(replicas):
+            label = adapter_label(self._spec.name, self._context.number)
+            why = "; ".join(self._refusals) or "no engine that takes LoRA adapters is connected"
+            raise RoundFailed(f"{label} was not published, and its number is free: {why}")
+        return await place(self._context)
+
+    async def _deliver(self, report: _Delivery, placing: Placing) -> None:
+        """Bring the version to one replica. An error becomes its result."""
+        turn, deadline = self._turns[report.replica.name], self._context.deadline
+        try:
+            with report.phase("wait"):
+                await bounded("another adapter's turn", deadline, turn.acquire())
+            try:
+                await self._steps(report, placing)
+            finally:
+                turn.release()
+        except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
+            if not isinstance(error, WeightSyncError):
+                _log.exception("an adapter could not be delivered to %s: unexpected error", report.replica.name)
+            kind, message = to_wire(error)
+            report.error = f"{report.current}: {kind}: {message}"
+            if not report.agreed:
+                self._refusals.append(f"{report.replica.name}: {report.error}")
+        if report.agreed or len(self._refusals) == len(self._context.replicas):
+            self._decided.set()
+
+    async def _steps(self, report: _Delivery, placing: Placing) -> None:
+        context, replica, engines = self._context, report.replica, report.replica.members()
+        spec, number, limit = self._spec, context.number, context.deadline
+        with report.phase("agree"):
+            agreed = await self._prepare(report, spec, engines)
+        report.agreed = True
+        self._decided.set()
+        failpoints.reached("round.lora.agreed")
+        try:
+            placement, _ = await bounded("placing", limit, asyncio.shield(placing))
+            with report.phase("move"):
+                staged = await on_all("stage", limit, engines, StageLora(spec.name, number), Moved)
+                report.moved = whole(agreed, staged)
+            failpoints.reached("round.lora.staged")
+            with report.phase("verify"):
+                await verify(agreed, report.moved, placement.digests, limit)
+            with report.phase("commit"):
+                await on_all("register", limit, engines, RegisterLora(placement.version), Done)
+                failpoints.reached("round.lora.registered")
+                replica.require_complete()
+        except BaseException:
+            await drop(engines, spec.name, (number,), context.grace)
+            raise
+        self._registered(replica, placement.version, spec)
+
+    async def _prepare(self, report: _Delivery, spec: AdapterSpec, engines: Engines) -> TransferPlan:
+        """Plan the transfer and let every rank check that it can serve the version. Nothing is read yet."""
+        context, replica = self._context, report.replica
+        replica.require_complete()
+        if not takes(replica, spec, late=context.seeding):
+            raise VersionError(
+                f"{adapter_label(spec.name, context.number)} is for base {spec.base or 'weights that weightsync did not deliver'}, "
+                f"and the replica serves {replica.version or 'none of the run'}"
+            )
+        spec = structs.replace(spec, base=replica.version)  # which may be a later one
+        sources = ranks_of(context.trainers)
+        manifest = next(iter(sources.values())).manifest
+        staging = {
+            member: EngineRank(
+                structs.replace(link.rank.hello, delivery="streamed", bucket_bytes=_ONE_BUCKET, device_memory=False), manifest, None
+            )
+            for member, link in engines.items()
+        }
+        agreed = await context.planner.agree(f"{self._source} {replica.name}", sources, staging, context.deadline)
+        asked = {member: PrepareLora(spec, context.number, manifest.tensors, part) for member, part in agreed.slices.items()}
+        prepared = await on_all("prepare", context.deadline, engines, asked, Prepared)
+        for member, answer in prepared.items():
+            if answer.digest != agreed.slices[member].digest:
+                raise PlanMismatch(f"{member} acknowledged another plan than it was sent: do both run the same weightsync?")
+        report.transports = tuple(sorted({name for answer in prepared.values() for name in answer.transports}))
+        return agreed
+
+
+def takes(replica: Replica, spec: AdapterSpec, *, late: bool) -> bool:
+    """Whether a replica has the base of an adapter; or, if it gets it ``late``, a base with which others have kept it."""
+    if spec.base is None:
+        return replica.state == "registered" and replica.version is None
+    kept = late and spec.on_base_update == "keep" and replica.version is not None
+    return kept or replica.version == spec.base
+
+
+async def drop(engines: Engines, name: str, numbers: Sequence[int], seconds: float) -> list[str]:
+    """Let every rank that can be reached drop these versions, within ``seconds``. Returns the errors of the others."""
+    limit = RoundDeadline(seconds)
+
+    async def one(member: str) -> str:
+        try:
+            await on_all("drop", limit, {member: engines[member]}, DropLora(name, tuple(numbers)), Done)
+        except WeightSyncError as error:
+            _log.warning("%s could not be told to drop versions of %s: %s", member, name, error)
+            return str(error)
+        return ""
+
+    return [error for error in await asyncio.gather(*map(one, engines)) if error]

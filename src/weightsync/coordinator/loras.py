@@ -1,0 +1,348 @@
+"""LoRA adapters of one run: who publishes them, which replicas serve which versions, and the rounds that bring them there.
+
+Versions of a name are numbered as those of the base weights are, by the same barrier. Which versions a replica serves is known from
+rounds and, after a restart of the coordinator, from what all ranks of the replica report: what only some of them report is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from weightsync.config import RoundSettings
+from weightsync.coordinator.keyed_digests import KeyedDigester
+from weightsync.coordinator.lora_round import LoraRound, drop, takes
+from weightsync.coordinator.membership import Membership
+from weightsync.coordinator.planner import Planner
+from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
+from weightsync.coordinator.ranks import AdapterRank, RankNode
+from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.report import left_out
+from weightsync.coordinator.round_context import RoundContext
+from weightsync.coordinator.status import AdapterStatus
+from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
+from weightsync.model import Version
+from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name
+from weightsync.protocol.lora_messages import HeldLora, Retired, RetireLora
+from weightsync.protocol.messages import Body, CannotPublish, Done, Publish, Published, RoundResult
+
+_log = logging.getLogger(__name__)
+_MOST_NAMES = 1 << 16
+_REMEMBERED_SOURCES = 256  # without a connected rank
+_ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
+
+
+@dataclass(eq=False)
+class _AdapterSource:
+    """The ranks of a trainer that publish from the same regions."""
+
+    members: Membership = field(default_factory=Membership)
+    barriers: dict[str, PublishBarrier] = field(default_factory=dict)
+    """By the adapter's name."""
+    asked: dict[str, AdapterSpec] = field(default_factory=dict)
+    """What each rank asked for last, by member."""
+
+
+@dataclass(eq=False)
+class _AdapterName:
+    """What is known of an adapter's name."""
+
+    publications: Publications = field(default_factory=Publications)
+    source: str = ""
+    """Whose regions hold the newest version, while they do."""
+    spec: AdapterSpec | None = None
+    """Of the newest version."""
+    retired: int = -1
+    """Versions up to this one are not served any more."""
+
+
+class Loras:
+    """Control side of the adapters of one run.
+
+    ``members`` has the replicas. ``rounds`` are the lock of the base weights' rounds and what waits for it. ``spawn`` starts a task
+    that the coordinator keeps.
+    """
+
+    def __init__(
+        self,
+        settings: RoundSettings,
+        members: Membership,
+        keyed: KeyedDigester,
+        rounds: tuple[asyncio.Lock, Callable[[RoundDeadline], AbstractAsyncContextManager[float]]],
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        self._settings, self._members, self._keyed = settings, members, keyed
+        (self._running, self._serialize), self._spawn = rounds, spawn
+        self._planner = Planner(settings.plan_bytes)
+        self._sources: dict[str, _AdapterSource] = {}
+        self._names: dict[str, _AdapterName] = {}
+        self._held: dict[str, dict[str, HeldLora]] = {}
+        """By replica, then by label."""
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._delivering: asyncio.Task[None] | None = None
+        self._news = False  # since it looked
+        self.rounds = 0
+
+    # Membership.
+
+    def join(self, node: RankNode[AdapterRank]) -> RankHandle[Any]:
+        """Add a rank that publishes adapters. Raises as :meth:`Membership.add_trainer` does."""
+        ended = [name for name, source in self._sources.items() if not source.members.trainers]
+        for name in ended[:-_REMEMBERED_SOURCES]:  # the ranks of the others may come back
+            del self._sources[name]
+        source = self._sources.setdefault(node.rank.hello.name, _AdapterSource())
+        link = source.members.add_trainer(node)
+        for barrier in source.barriers.values():
+            barrier.joined(link)
+        return link
+
+    def leave(self, node: RankNode[AdapterRank], reason: str, clean: bool) -> None:
+        """Remove a connection that has closed. Idempotent."""
+        name = node.rank.hello.name
+        source = self._sources.get(name)
+        if source is None or not source.members.remove(node, reason, clean):
+            return
+        for barrier in source.barriers.values():
+            barrier.left(node.rank.member, reason, clean)
+        if not source.members.trainers and not source.members.gone_trainers:
+            del self._sources[name]
+
+    def find(self, member: str) -> RankHandle[Any] | None:
+        """Handle of a connected rank that publishes adapters."""
+        return next((link for source in self._sources.values() if (link := source.members.trainers.get(member))), None)
+
+    def revoke(self, link: RankHandle[Any]) -> None:
+        """Refuse the credential of a rank that publishes adapters from now on."""
+        self._sources[link.rank.hello.name].members.revoke(link)
+
+    def replica_joined(self, replica: Replica) -> None:
+        """All ranks of a replica are connected: learn what it serves, and bring it what it lacks."""
+        reports = [link.loras for link in replica.links.values()]
+        served: dict[str, HeldLora] = {}
+        rest: defaultdict[str, list[int]] = defaultdict(list)
+        for label, held in {label: held for report in reports for label, held in report.items()}.items():
+            version = held.version
+            if version.run not in self._names and len(self._names) >= _MOST_NAMES:
+                continue
+            record = self._record(version.run)
+            record.publications.claim("engine", f"{replica.name} {label}", 1, version.number)
+            if version.number > record.retired and all(report.get(label) == held for report in reports):
+                served[label] = held
+            else:
+                rest[version.run].append(version.number)
+                _log.info("replica %s reports %s, which is retired or not on all of its ranks: it is dropped", replica.name, label)
+        self._held[replica.name] = served
+        for name, numbers in rest.items():
+            self._forget(replica, {adapter_label(name, number) for number in numbers})
+            self._spawn(drop(replica.members(), name, numbers, self._settings.grace))
+        self.bring_missing()
+
+    def _forget(self, replica: Replica, labels: Collection[str]) -> None:
+        """Record that no rank of a replica serves these versions any more."""
+        for known in (self._held.get(replica.name, {}), *(link.loras for link in replica.links.values())):
+            for label in known.keys() & set(labels):
+                del known[label]
+
+    def replica_left(self, replica: str) -> None:
+        """A rank of a replica is gone."""
+        for label, lora in self._held.pop(replica, {}).items():
+            record = self._names[lora.version.run]
+            record.publications.withdraw(f"{replica} {label}")
+            if not record.publications.known:  # only this replica said that there is such a name
+                del self._names[lora.version.run]
+
+    def base_updated(self) -> None:
+        """A round of the base weights ended: adapters that its ranks refuse from now on are not served, others may be missing."""
+        for replica in self._members.replicas.values():
+            held = self._held.get(replica.name, {})
+            self._forget(replica, [label for label, lora in held.items() if _refused(lora.spec, replica.version)])
+        self.bring_missing()
+
+    # Publishing.
+
+    async def handle(self, member: str, body: Body, timeout: float) -> Body:
+        """Answer a rank that publishes adapters."""
+        limit = RoundDeadline(min(timeout, self._settings.timeout))
+        if isinstance(body, Publish) and body.adapter is not None:
+            return Published(await self._publish(member, body, body.adapter, limit))
+        if isinstance(body, RetireLora):
+            return await self._retire(body, limit)
+        if isinstance(body, CannotPublish):
+            why = readable(f"{body.kind}: {body.message}")
+            self._barrier(member, body.adapter).cannot_publish(member, body.number, why, body.step, body.count)
+            return Done()
+        raise ProtocolError(f"{member} publishes adapters and may not send {type(body).__name__}")
+
+    async def _publish(self, member: str, asked: Publish, spec: AdapterSpec, limit: RoundDeadline) -> RoundResult:
+        self._sources[member.rpartition("/")[0]].asked[member] = spec
+        return await self._barrier(member, spec.name).publish(member, asked, limit)
+
+    def _barrier(self, member: str, adapter: str) -> PublishBarrier:
+        check_adapter_name(adapter)
+        name = member.rpartition("/")[0]
+        source = self._sources[name]
+        barrier = source.barriers.get(adapter)
+        if barrier is None:
+            record = self._record(adapter)
+            barrier = source.barriers[adapter] = PublishBarrier(source.members, record.publications, partial(self._start, name))
+            for link in source.members.trainers.values():
+                barrier.joined(link)
+        return barrier
+
+    def _record(self, name: str) -> _AdapterName:
+        if name not in self._names and len(self._names) >= _MOST_NAMES:
+            raise ConfigurationError(f"this run knows {_MOST_NAMES:,} names of adapters already, so {name} cannot be added")
+        return self._names.setdefault(name, _AdapterName())
+
+    def _start(self, source: str, asked: AgreedPublication) -> asyncio.Task[RoundResult]:
+        specs = [self._sources[source].asked[member] for member in asked.calls]
+        return self._spawn(self._publish_agreed(source, specs, asked))
+
+    async def _publish_agreed(self, source: str, specs: Sequence[AdapterSpec], asked: AgreedPublication) -> RoundResult:
+        if any(spec != specs[0] for spec in specs):
+            label = adapter_label(specs[0].name, asked.number)
+            raise ConfigurationError(f"the trainer ranks that publish {label} differ in its configuration or its base")
+        return await self._run(source, specs[0], asked, self._takers())
+
+    def _takers(self) -> list[Replica]:
+        """Replicas that take adapters."""
+        return [
+            replica for replica in self._members.taking_part() if any(link.rank.hello.lora_slots for link in replica.links.values())
+        ]
+
+    async def _run(
+        self, source: str, spec: AdapterSpec, asked: AgreedPublication, replicas: Sequence[Replica], seeding: bool = False
+    ) -> RoundResult:
+        record, trainers = self._record(spec.name), self._sources[source].members.trainers_in_order()
+        left = asked.deadline.left
+        grace = min(self._settings.grace, left / 5)
+        deadline = RoundDeadline(left - grace - min(_ANSWER_SECONDS, left / 20))
+        if self._running.locked():  # a round of the base weights
+            async with self._serialize(deadline):
+                pass
+        self.rounds += 1
+        self._planner.keep_only({f"{name} {replica}" for name in self._sources for replica in self._members.replicas})
+        if not seeding:
+            for other in self._names.values():
+                if other.source == source:  # its regions are about to be overwritten
+                    other.publications.clear()
+                    other.source = ""
+        context = RoundContext(
+            round=self.rounds, number=asked.number, epoch=asked.epoch, seeding=seeding, trainers=trainers, replicas=replicas,
+            publications=record.publications, settings=structs.replace(self._settings, run=spec.name), deadline=deadline,
+            grace=grace, emit=lambda event: None, exclude=lambda replica, why: None, pause_mode=self._settings.pause_mode,
+            keyed=self._keyed, planner=self._planner, announced=partial(asyncio.sleep, 0), step=asked.step, calls=asked.calls,
+            left_out=() if seeding else [left_out(replica) for replica in self._members.left_out() if replica.name in self._held],
+        )  # fmt: skip
+        turns = {replica.name: self._turns[replica.name] for replica in replicas}
+        result = await LoraRound(context, spec, source, turns, self._registered).run()
+        if not seeding:
+            record.source, record.spec = source, spec
+        return result
+
+    def _registered(self, replica: Replica, version: Version, spec: AdapterSpec) -> None:
+        if version.number <= self._names[version.run].retired:  # meanwhile
+            self._spawn(drop(replica.members(), version.run, (version.number,), self._settings.grace))
+        elif not _refused(spec, replica.version):
+            for known in (self._held.setdefault(replica.name, {}), *(link.loras for link in replica.links.values())):
+                known[adapter_label(version.run, version.number)] = HeldLora(version, spec)
+
+    async def _retire(self, body: RetireLora, limit: RoundDeadline) -> Retired:
+        check_adapter_name(body.name)
+        record = self._names.get(body.name)
+        if record is None:
+            raise MembershipError(f"no version of {body.name} was published in this run")
+        numbers = sorted(
+            {held.version.number for loras in self._held.values() for held in loras.values() if held.version.run == body.name}
+        )
+        numbers = numbers[: len(numbers) - body.keep] if body.keep else numbers
+        if not numbers:
+            return Retired(())
+        record.retired = max(record.retired, numbers[-1])
+        if record.publications.last <= record.retired:
+            record.publications.clear()  # what its source still holds is not delivered any more
+            record.source = ""
+        labels = {adapter_label(body.name, number) for number in numbers}
+        holders = [self._members.replicas[name] for name, loras in self._held.items() if loras.keys() & labels]
+        for replica in holders:
+            self._forget(replica, labels)
+        seconds = min(self._settings.grace, limit.left)
+        errors = await asyncio.gather(*(drop(replica.members(), body.name, numbers, seconds) for replica in holders))
+        return Retired(tuple(numbers), tuple(readable(error) for several in errors for error in several))
+
+    # Late replicas.
+
+    def bring_missing(self) -> None:
+        """Bring the newest version of each name whose source still holds it to replicas that lack it, once, in the background."""
+        self._news = True
+        if self._delivering is None and any(self._missing(name) for name in self._names):
+            self._delivering = self._spawn(self._bring_missing())
+
+    def _missing(self, name: str) -> list[Replica]:
+        record = self._names[name]
+        source = self._sources.get(record.source)
+        placement = None if source is None else record.publications.current(source.members.trainers)
+        if placement is None or record.spec is None or placement.version.number <= record.retired:
+            return []
+        label, spec = adapter_label(name, placement.version.number), record.spec
+        return [
+            replica
+            for replica in self._takers()
+            if replica.complete and label not in self._held.get(replica.name, {}) and takes(replica, spec, late=True)
+        ]
+
+    async def _bring_missing(self) -> None:
+        try:
+            while self._news:
+                self._news = False
+                for name in list(self._names):
+                    await self._bring(name)
+        finally:
+            self._delivering = None
+
+    async def _bring(self, name: str) -> None:
+        record, replicas = self._names[name], self._missing(name)
+        if not replicas or record.spec is None:
+            return
+        again = AgreedPublication(*record.publications.own, RoundDeadline(self._settings.timeout))
+        try:
+            result = await self._run(record.source, record.spec, again, replicas, seeding=True)
+            for missed in result.missed:
+                _log.warning("%s could not be brought to replica %s: %s", result.version, missed.name, missed.error)
+        except WeightSyncError as error:
+            _log.warning("the newest version of %s could not be brought to late replicas: %s", name, readable(str(error)))
+
+    # Status, and closing.
+
+    def status(self) -> tuple[AdapterStatus, ...]:
+        """What is served, by name and number."""
+        loras = {label: lora for held in self._held.values() for label, lora in held.items()}
+        return tuple(
+            AdapterStatus(
+                name=lora.version.run, version=lora.version.number, digest=lora.version.digest, rank=lora.spec.config.rank,
+                base=None if lora.spec.base is None else str(lora.spec.base),
+                replicas=tuple(sorted(replica for replica, held in self._held.items() if label in held)),
+            )
+            for label, lora in sorted(loras.items(), key=lambda item: (item[1].version.run, item[1].version.number))
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Fail pending publications."""
+        for source in self._sources.values():
+            for barrier in source.barriers.values():
+                barrier.close()
+
+
+def _refused(spec: AdapterSpec, base: Version | None) -> bool:
+    """Whether an engine with these base weights refuses the adapter."""
+    return spec.on_base_update == "refuse" and base is not None and spec.base != base

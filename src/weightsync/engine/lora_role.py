@@ -1,0 +1,246 @@
+"""An engine rank's part in publications of LoRA adapters: prepare, stage, register and drop, beside rounds and without a pause."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.fill.filler import FillContext
+from weightsync.engine.fill.host_direct import HostDirect
+from weightsync.engine.read_back import ReadBack
+from weightsync.engine.session import EngineSession
+from weightsync.engine.session_front import SessionFront
+from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError, WeightSyncError
+from weightsync.model import Box, Layout, Manifest, Version
+from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
+from weightsync.protocol.lora_messages import DropLora, HeldLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.messages import Body, Moved, Prepared
+from weightsync.protocol.worker import IncomingCall
+from weightsync.tensors.shards import Shard
+from weightsync.tensors.staging import Staging
+from weightsync.transports.host.memory import available_bytes
+
+T = TypeVar("T")
+_SHOWN = 16
+
+
+class _NoWeights(EngineAdapter):
+    """What the session of a :class:`LoraRole` drives: it orders and aborts calls, and nothing is paused or written."""
+
+    def manifest(self) -> Manifest:
+        return Manifest(())
+
+
+class _LoraStaging:
+    """Memory for one version of one source's adapter, and the connections that fill it: at most one for each rank."""
+
+    def __init__(self, context: FillContext, body: PrepareLora, manifest: Manifest, deadline: Deadline) -> None:
+        self.plan, self.manifest = body.plan, manifest
+        layout = Layout.from_columns(manifest, body.plan.layout)
+        if len(layout.regions) != 1:
+            raise PlanMismatch(f"an adapter is staged in one piece, not in {len(layout.regions)}")
+        self._memory = Staging(manifest, layout, buffers=1, free=available_bytes())
+        self.filler = HostDirect(replace(context, manifest=manifest), body.plan, layout, self._memory.addresses)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._memory.tensors(0))
+
+    def close(self) -> None:
+        self.filler.close()
+        self._memory.close()
+
+
+class LoraRole(SessionFront):
+    """Brings versions of adapters to one engine rank, on a thread of their own.
+
+    ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do.
+    """
+
+    _points = "engine.lora"
+
+    def __init__(self, adapter: EngineAdapter, member: str, base: Callable[[], Version | None], context: FillContext) -> None:
+        super().__init__(EngineSession(_NoWeights(), member, self._abort_work))
+        self._adapter, self._base = adapter, base
+        self._context = replace(context, engine=self.session, progress=lambda nbytes: None)
+        self._handlers = {
+            PrepareLora: self._prepare, StageLora: self._stage, RegisterLora: self._register, DropLora: self._drop,
+        }  # fmt: skip
+        self._staging: _LoraStaging | None = None
+        self._prepared: tuple[AdapterSpec, int] | None = None
+        self._staged: tuple[str, AdapterSpec] | None = None
+        self._served: dict[str, HeldLora] = {}
+        self._visible = threading.Lock()
+        """Held while versions become visible or are refused: the base does not change in between."""
+
+    @property
+    def slots(self) -> LoraSlots | None:
+        """What adapters the engine takes."""
+        return self._adapter.lora_slots()
+
+    @property
+    def served(self) -> tuple[HeldLora, ...]:
+        """Versions that requests may use."""
+        return tuple(self._served.copy().values())
+
+    def receive(self, body: Body, update: int = 0) -> IncomingCall:
+        """See :meth:`SessionFront.receive`."""
+        return replace(super().receive(body, update), beside=True)
+
+    def base_changed(self, base: Version) -> None:
+        """The engine is about to serve ``base``: refuse the adapters that were published for other weights only."""
+        with self._visible:
+            for label, held in list(self._served.items()):
+                if held.spec.on_base_update == "refuse" and held.spec.base != base:
+                    del self._served[label]
+                    self._adapter.drop_lora(label)
+
+    def _prepare(self, body: PrepareLora, deadline: Deadline) -> Prepared:
+        spec, slots = body.spec, self.slots
+        label = adapter_label(spec.name, body.number)
+        self._unstage()
+        self._check_base(label, spec)
+        if slots is None:
+            raise ConfigurationError(f"the {self._adapter.name} adapter takes no LoRA adapters")
+        manifest = Manifest(body.tensors)
+        lora_modules(manifest)
+        if spec.config.rank > slots.max_rank:
+            raise ConfigurationError(
+                f"{label} has rank {spec.config.rank}, and this engine allows {slots.max_rank}: raise its max_lora_rank"
+            )
+        self._adapter.check_lora(spec, manifest)
+        used = sorted(self._adapter.loras())
+        if label in used:
+            raise VersionError(f"this engine holds {label} already")
+        if len(used) >= slots.slots:
+            raise ConfigurationError(
+                f"all {slots.slots} slots for adapters are in use ({', '.join(used[:_SHOWN])}): retire versions with "
+                "Adapters.retire(name, keep=...), or give the engine more slots. A retired version's slot is free when the last "
+                "request that uses it has ended"
+            )
+        staging = self._staging
+        if staging is None or staging.plan.digest != body.plan.digest or staging.plan.sources != body.plan.sources:
+            self._release()
+            staging = self._staging = _LoraStaging(self._context, body, manifest, deadline)
+            try:
+                self.session.check_abort()  # an abort before the filler was in its place did not reach it
+                staging.filler.prepare(deadline)
+            except BaseException:
+                self._release()
+                raise
+        self._prepared = spec, body.number
+        failpoints.reached("engine.lora.prepared")
+        return Prepared(digest=staging.filler.digest, transports=staging.filler.transports)
+
+    def _stage(self, body: StageLora, deadline: Deadline) -> Moved:
+        prepared, staging = self._prepared, self._staging
+        if staging is None or prepared is None or (prepared[0].name, prepared[1]) != (body.name, body.number):
+            raise ProtocolError(f"{self.session.member} is not prepared for {adapter_label(body.name, body.number)}")
+        self._prepared, spec = None, prepared[0]
+        label = adapter_label(body.name, body.number)
+        try:
+            filled = staging.filler.run(body.number, deadline)
+        except BaseException:
+            self._release()  # its connections may be beyond use
+            raise
+        failpoints.reached("engine.lora.received")
+        self._staged = label, spec
+        try:
+            copies = _calling(partial(self._adapter.stage_lora, label, spec, staging.tensors()), label)
+            digests = filled.digests if copies is None else _digests(staging.manifest, copies, deadline)
+            self.session.check_abort()
+        except BaseException:
+            self._unstage()
+            raise
+        failpoints.reached("engine.lora.staged")
+        return Moved(
+            nbytes=staging.filler.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
+            load_seconds=0.0, digest_seconds=0.0, verified="received" if copies is None else "installed",
+        )  # fmt: skip
+
+    def _register(self, body: RegisterLora, deadline: Deadline) -> None:
+        label = adapter_label(body.version.run, body.version.number)
+        staged = self._staged
+        if staged is None or staged[0] != label:
+            raise ProtocolError(f"{self.session.member} has not staged {label}")
+        failpoints.reached("engine.lora.register")
+        with self._visible:
+            self._check_base(label, staged[1])
+            self.session.check_abort()
+            try:
+                _calling(partial(self._adapter.register_lora, body.version), label)
+                failpoints.reached("engine.lora.registered")
+                self.session.check_abort()
+            except BaseException:
+                self._unstage()
+                raise
+            self._served[label] = HeldLora(body.version, staged[1])
+            self._staged = None
+
+    def _drop(self, body: DropLora, deadline: Deadline) -> None:
+        failpoints.reached("engine.lora.drop")
+        with self._visible:
+            for label in (adapter_label(body.name, number) for number in body.numbers):
+                if self._staged is not None and self._staged[0] == label:
+                    self._staged = None
+                self._served.pop(label, None)
+                _calling(partial(self._adapter.drop_lora, label), label)
+
+    def _check_base(self, label: str, spec: AdapterSpec) -> None:
+        """Raise VersionError unless the engine holds the base of the adapter."""
+        base = self._base()
+        if base != spec.base:
+            raise VersionError(f"{label} is for {_described(spec.base)}, and this engine holds {_described(base)}")
+
+    def _unstage(self) -> None:
+        """Free what an earlier attempt staged and nobody registered."""
+        staged, self._staged, self._prepared = self._staged, None, None
+        if staged is not None:
+            self._adapter.drop_lora(staged[0])
+
+    def _abort_work(self) -> None:
+        staging = self._staging
+        if staging is not None:
+            staging.filler.abort()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Abort what runs and free the staging memory. The engine keeps the versions that it serves."""
+        self.session.close(timeout, self._release)
+
+    def _release(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+
+def _calling(call: Callable[[], T], label: str) -> T:
+    try:
+        return call()
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(f"the engine could not take {label}: {type(error).__name__}: {error}") from error
+
+
+def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> npt.NDArray[np.uint64]:
+    """Digest what the engine holds now, in the order of the plan's rows."""
+    shards = [Shard(spec.name, spec.shape, Box.whole(spec.shape), copies[spec.name]) for spec in manifest if spec.size]
+    read = ReadBack(manifest).digests(shards, deadline)
+    if read is None:
+        raise LoadError(
+            "the engine's copies of an adapter have another dtype or shape than its tensors, so they cannot be digested"
+        )
+    return read[1]
+
+
+def _described(base: Version | None) -> str:
+    return "weights that weightsync did not deliver" if base is None else f"version {base} (digest {base.digest})"

@@ -1,0 +1,145 @@
+"""LoRA adapters of a module: hooks add ``B @ A @ x`` to the output of its linear layers, whose weights stay as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from weightsync.errors import ConfigurationError, VersionError
+from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
+from weightsync.tensors.shards import dtype_name
+
+_SHOWN = 8
+
+
+@dataclass
+class _HeldMatrices:
+    """A version: for each module, A, B and the scaling."""
+
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
+    version: Version | None = None
+    """``None`` until it is registered."""
+    users: int = 0
+    dropped: bool = False
+
+
+class ModuleLoras:
+    """Versions of adapters for ``module``. Any thread may call it; one user at a time computes with the module."""
+
+    def __init__(self, module: torch.nn.Module, slots: LoraSlots) -> None:
+        self._module: torch.nn.Module = getattr(module, "_orig_mod", module)  # what torch.compile() wraps
+        self.slots = slots
+        self._held: dict[str, _HeldMatrices] = {}
+        self._lock = threading.RLock()
+        self._hooked: set[str] = set()
+        self._active: _HeldMatrices | None = None
+
+    def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
+        """See :meth:`EngineAdapter.check_lora`."""
+        if spec.config.dora:
+            raise ConfigurationError(
+                f"{spec.name} is a DoRA adapter, which this engine does not serve: train it with use_dora=False"
+            )
+        for module in lora_modules(manifest):
+            layer = self._layer(spec.name, module.name)
+            wanted, given = (layer.out_features, layer.in_features), (module.b.shape[0], module.a.shape[1])
+            if module.rank > self.slots.max_rank:
+                raise ConfigurationError(f"{spec.name} has rank {module.rank} in {module.name}; {self.slots.max_rank} is allowed")
+            if wanted != given:
+                raise ConfigurationError(
+                    f"{spec.name} changes {module.name} by a matrix of {given[0]} x {given[1]}, and it is {wanted[0]} x {wanted[1]}"
+                )
+
+    def _layer(self, adapter: str, name: str) -> torch.nn.Linear:
+        try:
+            layer = self._module.get_submodule(name)
+        except AttributeError:
+            raise ConfigurationError(f"{adapter} changes {name}, and this engine's model has no such module") from None
+        if not isinstance(layer, torch.nn.Linear) or hasattr(layer.weight, "device_mesh"):
+            raise ConfigurationError(f"{adapter} changes {name}, and only linear layers that are held whole can be changed here")
+        return layer
+
+    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See :meth:`EngineAdapter.stage_lora`."""
+        copies: dict[str, torch.Tensor] = {}
+        pairs = {}
+        manifest = Manifest(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items())
+        for module in lora_modules(manifest):
+            device = self._layer(spec.name, module.name).weight.device
+            for matrix in (module.a, module.b):
+                copies[matrix.name] = tensors[matrix.name].to(device, copy=True)
+            pairs[module.name] = copies[module.a.name], copies[module.b.name], spec.config.scaling(module.name)
+        with self._lock:
+            self._held[label] = _HeldMatrices(pairs)
+        return copies
+
+    def register(self, version: Version) -> None:
+        """See :meth:`EngineAdapter.register_lora`."""
+        with self._lock:
+            self._held[adapter_label(version.run, version.number)].version = version
+
+    def drop(self, label: str) -> None:
+        """See :meth:`EngineAdapter.drop_lora`."""
+        with self._lock:
+            held = self._held.get(label)
+            if held is not None:
+                held.dropped = True
+                if not held.users:
+                    del self._held[label]
+
+    def labels(self) -> Collection[str]:
+        """See :meth:`EngineAdapter.loras`."""
+        with self._lock:
+            return list(self._held)
+
+    @contextmanager
+    def using(self, adapter: str) -> Iterator[Version]:
+        """Compute with ``adapter`` (a name: its newest version; or a label) in the block. The module is the caller's alone.
+
+        Raises:
+            VersionError: It is not served here.
+        """
+        label = ""
+        try:  # around it all: a signal handler may raise right after it was counted
+            with self._lock:
+                label, held, version = self._find(adapter)
+                held.users += 1
+            for name in held.pairs.keys() - self._hooked:
+                self._layer(adapter, name).register_forward_hook(self._hook(name))
+                self._hooked.add(name)
+            self._active = held
+            yield version
+        finally:
+            self._active = None
+            with self._lock:
+                if label:
+                    held.users -= 1
+                    if held.dropped and not held.users:
+                        del self._held[label]
+
+    def _find(self, adapter: str) -> tuple[str, _HeldMatrices, Version]:
+        served = [
+            (held.version, label, held) for label, held in self._held.items() if held.version is not None and not held.dropped
+        ]
+        found = [entry for entry in served if adapter in (entry[0].run, entry[1])]
+        if not found:
+            labels = sorted(label for _, label, _ in served)
+            raise VersionError(f"this engine does not serve {adapter}; it serves {', '.join(labels[:_SHOWN]) or 'no adapter'}")
+        version, label, held = max(found, key=lambda entry: entry[0].number)
+        return label, held, version
+
+    def _hook(self, name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor | None]:
+        def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            active = self._active
+            if active is None or name not in active.pairs:
+                return None
+            a, b, scaling = active.pairs[name]
+            return (output + linear(linear(inputs[0].to(a.dtype), a), b) * scaling).to(output.dtype)
+
+        return add

@@ -1,0 +1,79 @@
+"""Messages of LoRA adapters. A version is prepared, staged, and registered when every rank of a replica has it. Nothing pauses."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from weightsync.model.lora import AdapterSpec
+from weightsync.model.manifest import TensorSpec
+from weightsync.model.version import Version
+from weightsync.protocol.plan_messages import PlanSlice
+from weightsync.protocol.update_messages import Message
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Name = Annotated[str, msgspec.Meta(max_length=129)]
+_Many = msgspec.Meta(max_length=1 << 20)
+
+
+class HeldLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of an adapter that an engine rank serves: ``version.run`` is the adapter's name."""
+
+    version: Version
+    spec: AdapterSpec
+
+
+# Coordinator to engine.
+
+
+class PrepareLora(Message, frozen=True):
+    """Check that this rank can serve version ``number``, then connect and allocate. Answered by :class:`Prepared`.
+
+    Fails before anything is read: other base weights, an unknown module, too large a rank, no free slot.
+    """
+
+    spec: AdapterSpec
+    number: _Number
+    tensors: Annotated[tuple[TensorSpec, ...], _Many]
+    plan: PlanSlice
+
+
+class StageLora(Message, frozen=True):
+    """Read the version that was prepared, hand a copy to the engine, and digest it. Answered by :class:`Moved`. Nobody sees it."""
+
+    name: _Name
+    number: _Number
+
+
+class RegisterLora(Message, frozen=True):
+    """All ranks of the replica hold ``version``, verified: requests may use it from now on. Answered by :class:`Done`."""
+
+    version: Version
+
+
+class DropLora(Message, frozen=True):
+    """Serve these versions to no new request, and free each when no request uses it. Answered by :class:`Done`."""
+
+    name: _Name
+    numbers: Annotated[tuple[_Number, ...], _Many]
+
+
+# Trainer to coordinator.
+
+
+class RetireLora(Message, frozen=True):
+    """Drop all versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
+
+    name: _Name
+    keep: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class Retired(Message, frozen=True):
+    """Versions that are not served any more, and why replicas could not be told."""
+
+    numbers: Annotated[tuple[_Number, ...], _Many]
+    errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], _Many] = ()
+
+
+LoraMessage = PrepareLora | StageLora | RegisterLora | DropLora | RetireLora | Retired

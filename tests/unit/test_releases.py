@@ -126,10 +126,13 @@ def test_a_release_that_calls_more_is_refused() -> None:
 
 
 def test_the_page_of_support_says_what_the_table_says() -> None:
-    rows = dict(re.findall(r"^\| ([\w-]+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
-    assert {package: _numbers(rows[software.title]) for package, software in RELEASES.items()} == {
-        package: software.tested for package, software in RELEASES.items()
-    }
+    cells = re.findall(r"^\| \[([^\]]*)\]", PAGE.read_text(), re.MULTILINE)
+    rows = {package: [cell for cell in cells if cell.startswith(software.title)] for package, software in RELEASES.items()}
+    assert all(rows.values())
+    for package, software in RELEASES.items():
+        for cell in rows[package]:
+            assert not _numbers(cell) or _numbers(cell) == software.tested, f"{package}: {cell}"
+    assert sum(bool(_numbers(cell)) for found in rows.values() for cell in found) >= len(RELEASES) - 1, "NeMo-RL has a commit"
 
 
 def _numbers(text: str) -> tuple[str, ...]:

@@ -29,6 +29,11 @@ class _HeldMatrices:
     dropped: bool = False
 
 
+def manifest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """Return the manifest of whole tensors."""
+    return Manifest(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items())
+
+
 class ModuleLoras:
     """Versions of adapters for ``module``. Any thread may call it; one user at a time computes with the module."""
 
@@ -69,8 +74,7 @@ class ModuleLoras:
         """See :meth:`EngineAdapter.stage_lora`."""
         copies: dict[str, torch.Tensor] = {}
         pairs = {}
-        manifest = Manifest(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items())
-        for module in lora_modules(manifest):
+        for module in lora_modules(manifest_of_tensors(tensors)):
             device = self._layer(spec.name, module.name).weight.device
             for matrix in (module.a, module.b):
                 copies[matrix.name] = tensors[matrix.name].to(device, copy=True)

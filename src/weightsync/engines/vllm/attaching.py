@@ -14,7 +14,8 @@ from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.local_controls import ControlsServer
 from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
-from weightsync.errors import DeadlineExceeded, LoadError, WeightSyncError
+from weightsync.engines.vllm.served_loras import ServedLoras, served_loras
+from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
@@ -86,6 +87,12 @@ class _Gate:
             self._paused = False
             self._changed.notify_all()
 
+    def add_lora(self, label: str, timeout: float) -> None:
+        raise ConfigurationError("a vllm.LLM serves no LoRA adapters of weightsync: use an AsyncLLM, or vLLM's server")
+
+    def drop_lora(self, label: str, timeout: float) -> None:
+        return
+
 
 class _AsyncOwner:
     """Controls of an ``AsyncLLM``, which run its methods on its event loop."""
@@ -119,6 +126,18 @@ class _AsyncOwner:
 
     def resume(self, timeout: float) -> None:
         self._run_on_loop(self._engine.resume_generation(), timeout)
+
+    def add_lora(self, label: str, timeout: float) -> None:
+        self._run_on_loop(self._loras().add(label), timeout)
+
+    def drop_lora(self, label: str, timeout: float) -> None:
+        self._run_on_loop(self._loras().drop(label), timeout)
+
+    def _loras(self) -> ServedLoras:
+        loras = served_loras(self._engine)
+        if loras is None:
+            raise ConfigurationError("this vLLM was started without --enable-lora")
+        return loras
 
 
 @contextmanager

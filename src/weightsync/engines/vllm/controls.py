@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Protocol
 
 from weightsync.deadline import Deadline
+from weightsync.errors import ConfigurationError
 from weightsync.external.clients import vllm
 from weightsync.external.clients.http import EngineHttp
 from weightsync.model import PauseMode
 
 INSTALL = "weightsync_install"
 """Name of the worker method that loads the staged tensors."""
+
+DROP_LORA = "weightsync_drop_lora"
+"""Name of the worker method that frees a version of an adapter."""
+
+LORA_PATH = "weightsync:"
+"""Begins the paths of our adapters, which are no files."""
 
 
 class Controls(Protocol):
@@ -30,6 +37,16 @@ class Controls(Protocol):
 
     def resume(self, timeout: float) -> None:
         """Resume generation."""
+
+
+class LoraControls(Protocol):
+    """Controls of an engine that serves LoRA adapters, for rank 0. Methods return or raise as those of :class:`Controls`."""
+
+    def add_lora(self, label: str, timeout: float) -> None:
+        """Let every worker take the adapter that it has staged as ``label``, then let requests name it."""
+
+    def drop_lora(self, label: str, timeout: float) -> None:
+        """Let no new request name ``label``, and free it when none uses it."""
 
 
 class HttpControls:
@@ -68,3 +85,12 @@ class HttpControls:
     def resume(self, timeout: float) -> None:
         """Resume generation."""
         self._http.call(vllm.resume(), Deadline(timeout))
+
+    def add_lora(self, label: str, timeout: float) -> None:
+        """Raise ConfigurationError: names are looked up in the server's own process."""
+        raise ConfigurationError(
+            "a vLLM server that was attached by its URL serves no LoRA adapters: set WEIGHTSYNC_COORDINATOR in its environment"
+        )
+
+    def drop_lora(self, label: str, timeout: float) -> None:
+        """Do nothing, as there is none."""

@@ -142,3 +142,24 @@ def _drop_buffered(model: torch.nn.Module) -> None:
         if info.can_load():
             info.load_numel = 0
             info.loaded_weights = []
+
+
+@contextmanager
+def without_lora_layers(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model's own layers in the places of the LoRA layers that wrap them: loaders find parameters by their names."""
+    wrapped = [(name, layer) for name, layer in model.named_modules(remove_duplicate=False) if _wraps(layer)]
+
+    def put(unwrap: bool) -> None:
+        for name, layer in wrapped:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, layer.base_layer if unwrap else layer)
+
+    try:
+        put(unwrap=True)
+        yield
+    finally:
+        put(unwrap=False)
+
+
+def _wraps(layer: torch.nn.Module) -> bool:
+    return type(layer).__module__.startswith("vllm.lora.") and hasattr(layer, "base_layer")

@@ -31,7 +31,7 @@ _HELLO_SECONDS = 5.0
 
 
 class _ControlCall(ControlMessage, frozen=True):
-    name: Literal["pause", "install", "flush", "label", "resume"]
+    name: Literal["pause", "install", "flush", "label", "resume", "add_lora", "drop_lora"]
     timeout: float
     mode: PauseMode | None = None
     version: str | None = None
@@ -147,6 +147,14 @@ class LocalControls:
     def resume(self, timeout: float) -> None:
         """See :meth:`Controls.resume`."""
         self._ask(_ControlCall("resume", timeout))
+
+    def add_lora(self, label: str, timeout: float) -> None:
+        """See :meth:`Controls.add_lora`."""
+        self._ask(_ControlCall("add_lora", timeout, version=label))
+
+    def drop_lora(self, label: str, timeout: float) -> None:
+        """See :meth:`Controls.drop_lora`."""
+        self._ask(_ControlCall("drop_lora", timeout, version=label))
 
     def _ask(self, call: _ControlCall) -> bool:
         deadline = Deadline(call.timeout)

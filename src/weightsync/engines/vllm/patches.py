@@ -25,7 +25,8 @@ from weightsync.config import variable
 from weightsync.engines.vllm import BACKEND
 from weightsync.engines.vllm.attaching import attach, attach_async
 from weightsync.engines.vllm.awaiting import coordinator_answers
-from weightsync.engines.vllm.controls import INSTALL
+from weightsync.engines.vllm.controls import DROP_LORA, INSTALL
+from weightsync.engines.vllm.served_loras import follow_models, served_loras
 from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
@@ -49,7 +50,11 @@ def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
             raise ConfigurationError("the weight-transfer backend of this vLLM worker is not weightsync")
         engine.install(worker)
 
+    def drop_lora(worker: Any, label: str, number: int) -> None:  # noqa: ANN401 - vLLM's
+        worker.weight_transfer_engine.drop_lora(label, number)
+
     setattr(worker_kind, INSTALL, install)
+    setattr(worker_kind, DROP_LORA, drop_lora)
 
 
 def _wanted(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
@@ -161,6 +166,8 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         made(self, *args, **kwargs)
         if not _wanted(self.vllm_config):
             return
+        if served_loras(self) is not None:
+            follow_models()
         if self._client_count > 1:
             _log.error("weightsync: several API servers for one vLLM are not supported: use --api-server-count 1")
             return

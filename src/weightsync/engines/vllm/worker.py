@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -18,9 +18,11 @@ from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
+from weightsync.engines.vllm.controls import Controls, LoraControls
 from weightsync.engines.vllm.direct import direct_shards
-from weightsync.engines.vllm.loading import install, load_in_sessions
+from weightsync.engines.vllm.loading import install, load_in_sessions, without_lora_layers
 from weightsync.engines.vllm.local_controls import controls_at, is_local
+from weightsync.engines.vllm.loras import WorkerLoras
 from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.together import global_rank, refuse_balancing, together
@@ -119,7 +121,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         direct = self._find_direct(checkpoint, delivery, parallel.world_size_across_dp)
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
-            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix)
+            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._find_loras(controls))
             adapter.no_shards = self._streams_because
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
@@ -127,6 +129,17 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             owned.enter_context(init_info.join(adapter, rank, parallel.world_size_across_dp, delivery))
             self._adapter = adapter
             self._owned = owned.pop_all()
+
+    def _find_loras(self, controls: Controls | None) -> WorkerLoras | None:
+        manager = getattr(self.model, "lora_manager", None)
+        if manager is None:
+            return None
+        return WorkerLoras(manager, self.model_config.get_vocab_size(), cast(LoraControls | None, controls))
+
+    def drop_lora(self, label: str, number: int) -> None:
+        """Free a version of an adapter that no request uses. The process that owns the engine calls this on all workers."""
+        if self._adapter is not None:
+            self._adapter.forget_lora(label, number)
 
     def _rank(self) -> int:
         return global_rank(self.parallel_config)
@@ -241,7 +254,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load all tensors that this rank has staged through vLLM's loader."""
         adapter = self._joined()
         draft = self.model is not getattr(self, "_default_model", self.model)  # vLLM selected it at the start of the session
-        install(self.model, self.model_config, adapter.staged(draft=draft))
+        with without_lora_layers(self.model):
+            install(self.model, self.model_config, adapter.staged(draft=draft))
         adapter.loaded(draft=draft)
 
     def finish_weight_update(self) -> None:

@@ -1,0 +1,124 @@
+"""Names of LoRA adapters in the process that owns an ``AsyncLLM``: which requests may use which version, and who still does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from weightsync.engines.vllm.controls import DROP_LORA, LORA_PATH
+from weightsync.errors import VersionError
+
+_log = logging.getLogger(__name__)
+
+_OWN = "_weightsync_loras"
+_FIRST_ID = 1 << 24
+"""vLLM's server numbers the adapters that it loads itself from 1."""
+
+
+class ServedLoras:
+    """Adapters of ``engine``, an ``AsyncLLM``. All methods run on its event loop.
+
+    ``requests`` is what vLLM's server finds names in: ``alice/math@3``, and ``alice/math`` for the newest.
+    """
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
+        self.requests: dict[str, Any] = {}
+        self._engine = engine
+        self._live: dict[str, Any] = {}
+        self._dropped: dict[str, Any] = {}
+        self._uses: Counter[str] = Counter()
+        self._ids = itertools.count(_FIRST_ID)
+        self._freeing: set[asyncio.Task[None]] = set()
+        for method in ("generate", "encode"):
+            setattr(engine, method, self._counting(getattr(engine, method)))
+
+    def _counting(self, generate: Any) -> Any:  # noqa: ANN401 - vLLM's method
+        @functools.wraps(generate)
+        async def counted(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - vLLM's
+            label = "" if lora_request is None else lora_request.lora_name
+            ours = bool(label) and lora_request.lora_path.startswith(LORA_PATH)
+            if ours and label not in self._live:  # retired since its name was looked up: the workers may have freed it
+                raise VersionError(f"{label} is not served any more")
+            self._uses[label] += ours
+            try:
+                async for output in generate(*args, lora_request=lora_request, **kwargs):
+                    yield output
+            finally:
+                self._uses[label] -= ours
+                if ours and label in self._dropped and not self._uses[label]:
+                    task = asyncio.ensure_future(self._free(label))
+                    self._freeing.add(task)
+                    task.add_done_callback(self._freeing.discard)
+
+        return counted
+
+    async def add(self, label: str) -> None:
+        """Let every worker take what it has staged as ``label``, then make it visible."""
+        from vllm.lora.request import LoRARequest
+
+        name, _, number = label.rpartition("@")
+        request = LoRARequest(lora_name=label, lora_int_id=next(self._ids), lora_path=f"{LORA_PATH}{label}/{uuid.uuid4().hex}")
+        self._dropped[label] = request  # until every worker has it
+        await self._engine.add_lora(request)
+        self._live[label] = self.requests[label] = self._dropped.pop(label)
+        newest = self.requests.get(name)
+        if newest is None or int(newest.lora_name.rpartition("@")[2]) < int(number):
+            self.requests[name] = request
+
+    async def drop(self, label: str) -> None:
+        """Hide ``label`` from new requests, and free it as soon as no request uses it."""
+        request = self._live.pop(label, None)
+        if request is not None:
+            self._dropped[label] = request
+            name = label.rpartition("@")[0]
+            del self.requests[label]
+            rest = {int(other.rpartition("@")[2]): found for other, found in self._live.items() if other.rpartition("@")[0] == name}
+            self.requests.pop(name, None)
+            if rest:
+                self.requests[name] = rest[max(rest)]
+        if not self._uses[label]:
+            await self._free(label)
+
+    async def _free(self, label: str) -> None:
+        request = self._dropped.pop(label, None)
+        del self._uses[label]
+        await self._engine.collective_rpc(DROP_LORA, args=(label, 0 if request is None else request.lora_int_id))
+
+
+def served_loras(engine: Any) -> ServedLoras | None:  # noqa: ANN401 - vLLM's
+    """Return the adapters of an ``AsyncLLM``; ``None`` if it was made without LoRA."""
+    config = getattr(engine, "vllm_config", None)
+    if getattr(config, "lora_config", None) is None:
+        return None
+    if getattr(engine, _OWN, None) is None:
+        setattr(engine, _OWN, ServedLoras(engine))
+    found: ServedLoras = getattr(engine, _OWN)
+    return found
+
+
+def follow_models() -> None:
+    """Let vLLM's HTTP server look adapters up in :attr:`ServedLoras.requests`. Idempotent."""
+    try:
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels as Models
+    except ImportError as error:
+        _log.warning("weightsync: the server of this vLLM cannot find LoRA adapters by name: %s", error)
+        return
+    made = Models.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        made(self, engine_client, *args, **kwargs)
+        loras = served_loras(engine_client)
+        if loras is not None:
+            loras.requests.update(self.lora_requests)
+            self.lora_requests = loras.requests
+
+    Models.__init__ = init

@@ -1,0 +1,28 @@
+"""LoRA adapters of PEFT in a real vLLM server: answers equal Transformers' and PEFT's, by name and by version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integration.vllm.vllm_support import run_program
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.rare, pytest.mark.timeout(420)]
+
+
+def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_path: Path) -> None:
+    seen = run_program("vllm/vllm_adapters.py", tmp_path, ranks=1)
+    assert seen["publish1"] == seen["publish2"] == [[None, "received", 0.0]]
+    assert seen["differ"] and seen["newest"] and seen["first"] and seen["again"]
+    assert seen["unknown"] == seen["gone"] == [404, 404]
+    assert seen["retired"] == ["alice/math@1", "alice/math@2"]
+    assert seen["running"] == [True, True], "a request that ran kept its version"
+    assert seen["newer"] and seen["others"] and all(seen["evicted"])
+    assert "all 4 slots for adapters are in use" in seen["full"]
+    assert "has rank 16, and this engine allows 8" in seen["wrong_rank"]
+    assert "bob/code" in seen["wrong_module"]
+    assert seen["base"] == "tiny"
+    update = seen["update"]
+    assert update["base"] == [[None, "received", "streamed"]]
+    assert update["before"] == [True, True] and update["after"]
+    assert update["strict"] == 404 and update["again"] == [None]

@@ -1,0 +1,165 @@
+"""A program: LoRA adapters of PEFT into a real vLLM server on this CPU; prints what was seen as one line of JSON.
+
+``python vllm_adapters.py DIRECTORY``. See :mod:`vllm_rounds`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+import httpx
+import torch
+from peft import LoraConfig, get_peft_model
+from tests.integration.vllm.vllm_rounds import PROMPTS, TOKENS, build, joined, serving, tell_environment
+
+import weightsync
+from weightsync.config import ServerSettings
+from weightsync.errors import RoundFailed
+from weightsync.server.server import BackgroundServer
+
+FLAGS = ("--skip-tokenizer-init", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8")
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def answers_of(model: Any) -> list[list[int]]:
+    """Transformers' and PEFT's greedy answers in float32."""
+    merged = torch.nn.Module.to(copy.deepcopy(model), dtype=torch.float32).merge_and_unload()
+    reference = torch.nn.Module.to(type(merged)(merged.config), dtype=torch.float32)  # its buffers were never rounded to bfloat16
+    reference.load_state_dict(merged.state_dict())
+    reference.train(False)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(TOKENS):
+                ids = torch.cat([ids, reference(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+class Asked:
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    def raw(self, model: str, prompt: list[int], tokens: int = TOKENS) -> httpx.Response:
+        wish = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        return self.http.post("/v1/completions", json=wish)
+
+    def tokens(self, model: str) -> tuple[list[list[int]], str]:
+        bodies = [self.raw(model, prompt).raise_for_status().json() for prompt in PROMPTS]
+        return [body["choices"][0]["token_ids"] for body in bodies], bodies[0]["model"]
+
+
+def play(directory: str) -> dict[str, Any]:
+    base = build(1, directory)
+    peft_model = get_peft_model(base, LoraConfig(r=8, lora_alpha=12, target_modules=TARGETS, rank_pattern={"o_proj": 4}))
+    seen: dict[str, Any] = {}
+    with BackgroundServer(ServerSettings.load({}, port=0)) as coordinator:
+        tell_environment(coordinator, directory)
+        with serving(directory, 1, {}, FLAGS) as server:
+            asked = Asked(server.http)
+            joined(coordinator, 1)
+            at: dict[str, Any] = {"coordinator": coordinator.url, "token": coordinator.token}
+            expected = {}
+            with weightsync.Adapters(peft_model, None, **at) as adapters:  # the base is what vLLM loaded
+                for number in (1, 2):
+                    randomize(peft_model, number)
+                    expected[number] = answers_of(peft_model)
+                    result = adapters.publish("alice/math", number, timeout=60)
+                    seen[f"publish{number}"] = [
+                        (replica.error, replica.verified, replica.paused_seconds) for replica in result.replicas
+                    ]
+                    seen[f"seconds{number}"] = result.seconds
+                seen["differ"] = expected[1] != expected[2]
+                seen["newest"] = asked.tokens("alice/math") == (expected[2], "alice/math@2")
+                seen["first"] = asked.tokens("alice/math@1") == (expected[1], "alice/math@1")
+                seen["again"] = asked.tokens("alice/math")[0] == expected[2]
+                seen["unknown"] = [asked.raw(name, PROMPTS[0]).status_code for name in ("alice/math@3", "bob/code")]
+                running: list[httpx.Response] = []
+                long = threading.Thread(target=lambda: running.append(asked.raw("alice/math", PROMPTS[0], 120)))
+                long.start()
+                randomize(peft_model, 3)
+                expected[3] = answers_of(peft_model)
+                adapters.publish("alice/math", 3, timeout=60)
+                seen["retired"] = adapters.retire("alice/math", keep=1)
+                long.join()
+                body = running[0].json()
+                seen["running"] = [body["model"] == "alice/math@2", body["choices"][0]["token_ids"][:TOKENS] == expected[2][0]]
+                seen["gone"] = [asked.raw(f"alice/math@{number}", PROMPTS[0]).status_code for number in (1, 2)]
+                seen["newer"] = asked.tokens("alice/math") == (expected[3], "alice/math@3")
+                for number in range(3):  # more than max_loras: vLLM evicts, and takes them again
+                    randomize(peft_model, 10 + number)
+                    expected[10 + number] = answers_of(peft_model)
+                    adapters.publish(f"team/n{number}", 1, timeout=60)
+                seen["evicted"] = [asked.tokens(f"team/n{number}")[0] == expected[10 + number] for number in (0, 1, 2, 0)]
+                seen["others"] = asked.tokens("alice/math")[0] == expected[3]
+                try:
+                    adapters.publish("team/n3", 1, timeout=60)
+                except RoundFailed as error:
+                    seen["full"] = str(error)
+                for number in range(3):
+                    adapters.retire(f"team/n{number}", keep=0)
+                for name, wrong in (("rank", {"r": 16}), ("module", {"target_modules": ["embed_tokens"]})):
+                    other = get_peft_model(
+                        build(1, f"{directory}/other"), LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **wrong})
+                    )
+                    with weightsync.Adapters(other, None, **at) as refused:
+                        try:
+                            refused.publish("bob/code", 1, timeout=60)
+                        except RoundFailed as error:
+                            seen[f"wrong_{name}"] = str(error)
+                seen["base"] = asked.tokens("tiny")[1]
+            print("SEEN " + json.dumps(seen), flush=True)
+            seen["update"] = update(peft_model, asked, at)
+    return seen
+
+
+def update(peft_model: Any, asked: Asked, at: dict[str, Any]) -> dict[str, Any]:
+    """The base is updated, and adapters stay or go."""
+    seen: dict[str, Any] = {}
+    with weightsync.Trainer(weightsync.base_weights(peft_model), **at) as trainer:
+        trainer.wait_for_replicas(1, 30)
+        result = trainer.publish(1, timeout=60)
+        seen["base"] = [(replica.error, replica.verified, replica.delivery) for replica in result.replicas]
+        with (
+            weightsync.Adapters(peft_model, trainer) as kept,
+            weightsync.Adapters(peft_model, trainer, on_base_update="refuse") as strict,
+        ):
+            randomize(peft_model, 20)
+            kept.publish("carol/kept", 1, timeout=60)
+            strict.publish("carol/strict", 1, timeout=60)
+            seen["before"] = [asked.tokens(name)[0] == answers_of(peft_model) for name in ("carol/kept", "carol/strict")]
+            with torch.no_grad():
+                for name, parameter in peft_model.named_parameters():
+                    if "lora_" not in name:
+                        parameter.mul_(1.0 if "norm" in name or "embed" in name else 1.25)
+            trainer.publish(2, timeout=60)
+            seen["after"] = asked.tokens("carol/kept")[0] == answers_of(peft_model)
+            seen["strict"] = asked.raw("carol/strict", PROMPTS[0]).status_code
+            seen["again"] = [replica.error for replica in strict.publish("carol/strict", 2, timeout=60).replicas]
+    return seen
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(play(sys.argv[1])), flush=True)
+    os._exit(0)

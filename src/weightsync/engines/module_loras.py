@@ -131,11 +131,11 @@ class ModuleLoras:
         served = [
             (held.version, label, held) for label, held in self._held.items() if held.version is not None and not held.dropped
         ]
-        found = [entry for entry in served if adapter in (entry[0].run, entry[1])]
-        if not found:
+        matching = [entry for entry in served if adapter in (entry[0].run, entry[1])]
+        if not matching:
             labels = sorted(label for _, label, _ in served)
             raise VersionError(f"this engine does not serve {adapter}; it serves {', '.join(labels[:_SHOWN]) or 'no adapter'}")
-        version, label, held = max(found, key=lambda entry: entry[0].number)
+        version, label, held = max(matching, key=lambda entry: entry[0].number)
         return label, held, version
 
     def _hook(self, name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor | None]:

@@ -78,7 +78,7 @@ class ServedLoras:
             self._dropped[label] = request
             name = label.rpartition("@")[0]
             del self.requests[label]
-            rest = {int(other.rpartition("@")[2]): found for other, found in self._live.items() if other.rpartition("@")[0] == name}
+            rest = {int(other.rpartition("@")[2]): live for other, live in self._live.items() if other.rpartition("@")[0] == name}
             self.requests.pop(name, None)
             if rest:
                 self.requests[name] = rest[max(rest)]
@@ -98,8 +98,8 @@ def served_loras(engine: Any) -> ServedLoras | None:  # noqa: ANN401 - vLLM's
         return None
     if getattr(engine, _OWN, None) is None:
         setattr(engine, _OWN, ServedLoras(engine))
-    found: ServedLoras = getattr(engine, _OWN)
-    return found
+    served: ServedLoras = getattr(engine, _OWN)
+    return served
 
 
 def follow_models() -> None:

@@ -9,21 +9,24 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from weightsync.cli.tables import notes, plain_text, titled_table
+from weightsync.protocol.round_log import size
 from weightsync_bench.forecast.forecast import Forecast, RefitForecast
 
-_KILO, _WHOLE_SECONDS, _BAR_WIDTH = 1000, 100, 24
+_WHOLE_SECONDS, _BAR_WIDTH = 100, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
 
 
 def forecast_view(forecast: RefitForecast) -> RenderableType:
-    """A forecast: what crosses, stages and memory of each transport, links of the best one, and what to change first."""
+    """A forecast: the answer, what crosses, stages and memory of each transport, links of the best one, what to change first."""
     refit, usable = forecast.refit, [transport for transport in forecast.transports if not transport.unusable]
+    best = next((transport for transport in usable if transport.transport == forecast.best), None)
     views: list[RenderableType] = [
+        _answer(best),
         Text(
-            f"{refit.tensors:,} tensors, {_decimal(refit.nbytes)}; hosts with trainer GPUs: {refit.trainer_hosts}, with "
-            f"engine GPUs: {refit.engine_hosts}. An engine GPU receives {_decimal(refit.received)} in {refit.pieces:,} pieces, "
-            f"half of the bytes in runs of at most {_decimal(refit.run)}. A trainer GPU sends {_decimal(refit.sent)}."
-        )
+            f"{refit.tensors:,} tensors, {size(refit.nbytes)}; hosts with trainer GPUs: {refit.trainer_hosts}, with "
+            f"engine GPUs: {refit.engine_hosts}. An engine GPU receives {size(refit.received)} in {refit.pieces:,} pieces, "
+            f"half of the bytes in runs of at most {size(refit.run)}. A trainer GPU sends {size(refit.sent)}."
+        ),
     ]
     if forecast.refused:
         views.append(plain_text(f"{forecast.refused}.", "red"))
@@ -32,7 +35,7 @@ def forecast_view(forecast: RefitForecast) -> RenderableType:
         style = "bold" if transport.transport == forecast.best else ""
         seconds = map(_seconds, (*transport.stages.values(), transport.pause))
         stages.append([plain_text(cell, style) for cell in (transport.transport, *seconds)])
-        cells = (transport.transport, *map(_decimal, transport.memory.values()), transport.bottleneck.name)
+        cells = (transport.transport, *map(size, transport.memory.values()), transport.bottleneck.name)
         memory.append([plain_text(cell, style) for cell in cells])
     views += [
         titled_table(
@@ -49,9 +52,8 @@ def forecast_view(forecast: RefitForecast) -> RenderableType:
         for transport in forecast.transports
         if transport.unusable
     )
-    best = next((transport for transport in usable if transport.transport == forecast.best), None)
     if best is not None:
-        views += [links_view([best]), _answer(best, forecast.others)]
+        views += [links_view([best]), _basis(best, forecast.others)]
     if forecast.changes:
         rows = ((change.what, change.transport, _seconds(change.metadata), _seconds(change.pause)) for change in forecast.changes)
         views.append(titled_table("what to change first", ("~change", "~transport", ">metadata", ">pause"), rows))
@@ -65,17 +67,26 @@ def links_view(transports: Sequence[Forecast]) -> RenderableType:
     for transport in transports:
         for number, link in enumerate(transport.links):
             color = "red" if link.seconds == transport.bottleneck.seconds else "blue"
-            count = "" if link.name.endswith("posted") else _decimal(link.nbytes)
+            count = "" if link.name.endswith("posted") else size(link.nbytes)
             bar = Bar(longest, 0, link.seconds, width=_BAR_WIDTH, color=color)
             rows.append((transport.transport if number == 0 else "", link.name, count, _seconds(link.seconds), bar))
     return titled_table("seconds by link at its rate", ("transport", "link", ">bytes", ">seconds", ""), rows)
 
 
-def _answer(best: Forecast, others: Mapping[str, float]) -> Text:
+def _answer(best: Forecast | None) -> Text:
+    if best is None:
+        return plain_text("No transport can do this update.\n", "bold red")
+    memory = ", ".join(f"{size(nbytes)} at {party}" for party, nbytes in best.memory.items())
+    return plain_text(
+        f"About {_seconds(best.pause)} s of pause per update over {best.transport} ({_seconds(best.bottleneck.seconds)} s at the "
+        f"rate of its busiest link). Extra memory: {memory}.\n", "bold",
+    )  # fmt: skip
+
+
+def _basis(best: Forecast, others: Mapping[str, float]) -> Text:
     lines = [
-        f"\n{best.transport}: {_seconds(best.pause)} s from pause to resume; at its rate, the busiest link takes "
-        f"{_seconds(best.bottleneck.seconds)} s.",
-        f"Basis of the transfer: {best.basis}" + (f", which scatter by a factor of {best.spread:.1f}." if best.spread > 1 else "."),
+        f"\nBasis of the transfer: {best.basis}"
+        + (f", which scatter by a factor of {best.spread:.1f}." if best.spread > 1 else "."),
         *(f"Systems that {_SCHEMES[name]}: {_seconds(value)} s for the transfer." for name, value in others.items()),
     ]
     return plain_text("\n".join(lines))
@@ -83,12 +94,3 @@ def _answer(best: Forecast, others: Mapping[str, float]) -> Text:
 
 def _seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= _WHOLE_SECONDS else f"{value:.3f}" if value < 1 else f"{value:.2f}"
-
-
-def _decimal(nbytes: float) -> str:
-    """Format bytes as vendors of links do: ``130.3 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < _KILO:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= _KILO
-    return f"{nbytes:.2f} TB"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, in_words
 from weightsync.model import PauseMode
 
 DEFAULT_PORT = 7400
@@ -397,8 +397,8 @@ def _convert(value: object, kind: object, variable: str) -> object:
             return _readable(Path(value))
         return msgspec.convert(value, type=kind, strict=False)
     except (msgspec.ValidationError, ConfigurationError) as error:
-        named = f"{variable}: " if repr(value) in str(error) else f"{variable}={value!r}: "
-        raise ConfigurationError(f"{named}{error}") from None
+        why = in_words(str(error)) if isinstance(error, msgspec.ValidationError) else str(error)
+        raise ConfigurationError(f"{variable}: {why}" if repr(value) in why else f"{variable}={value!r}: {why}") from None
 
 
 def _readable(path: Path) -> Path:

@@ -30,6 +30,7 @@ name and message (:func:`to_wire`, :func:`from_wire`), never as a pickle. Both e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -149,6 +150,21 @@ def _tree(base: type[WeightSyncError]) -> dict[str, type[WeightSyncError]]:
     for child in base.__subclasses__():
         tree |= _tree(child)
     return tree
+
+
+def in_words(why: str) -> str:
+    """What a value must be, from msgspec's message, for people who do not know the names of types."""
+    for kind, words in (("int", "a whole number"), ("float", "a number")):
+        if (bound := re.match(rf"Expected `{kind}` (>=|<=|>|<) (\S+?)(?:\.0)?$", why)) is not None:
+            limit = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}[bound[1]]
+            return f"it must be {words} of {limit} {bound[2]}"
+        if why.startswith(f"Expected `{kind}"):
+            return f"it must be {words}"
+    return why
+
+
+HINT = ". Hint: "
+"""Between what happened and what to do, where a message says both. Commands print the latter on a line of its own."""
 
 
 def readable(text: str, most: int = _LONGEST) -> str:

@@ -1,8 +1,10 @@
-"""How commands print their help, and errors on one line: what happened, to whom, what to do. ``--debug`` adds the traceback."""
+"""How commands print their help, and errors in one style: ``error:``, ``hint:``, ``see:``, or JSON with ``--json``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +14,9 @@ from rich.markdown import CodeBlock, Markdown
 from rich.padding import Padding
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
+
+_Refused: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Base of what the parser raises; it has moved between packages."""
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
@@ -54,10 +59,6 @@ class HelpTexts:
             super().format_help(ctx, formatter)  # type: ignore[misc]
 
 
-class Command(HelpTexts, TyperCommand):
-    """A command of ``weightsync``."""
-
-
 def exit_code(error: BaseException) -> int:
     """Exit status for scripts: 2 for a wrong setting or token, 3 if the coordinator does not answer, 1 for all other errors."""
     from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
@@ -67,8 +68,24 @@ def exit_code(error: BaseException) -> int:
     return EXIT_UNREACHABLE if isinstance(error, CoordinatorUnreachable) else EXIT_FAILED
 
 
+def _report(kind: str, text: str, see: str = "", *, as_json: bool) -> None:
+    """Print an error: in lines to standard error, or as one JSON object to standard output, where the result would be."""
+    from weightsync.errors import HINT, readable
+
+    message, _, hint = text.partition(HINT)
+    parts = {"message": message, "hint": hint, "see": see}
+    if as_json:
+        typer.echo(json.dumps({"error": {"kind": kind, **{name: part for name, part in parts.items() if part}}}))
+        return
+    console = Console(stderr=True, highlight=False)
+    for name, part in zip(("error", "hint", "see"), parts.values(), strict=True):
+        if part:
+            line = Text.assemble((f"{name}: ", "bold red" if name == "error" else "bold"), readable(part))
+            console.print(line, soft_wrap=not console.is_terminal)  # a line each in files and pipes
+
+
 class _Reported:
-    """Prints weightsync's own errors on one line of standard error."""
+    """Mixin that prints errors in one style. Before Typer's class, for programs and for every command."""
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's type of this has moved between packages
         """Run a command.
@@ -81,14 +98,38 @@ class _Reported:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except WeightSyncError as error:
-            if ctx.params.get("debug"):
+            if ctx.find_root().params.get("debug"):
                 raise
-            typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+            _report(type(error).__name__, str(error), as_json=bool(ctx.params.get("json")))
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
-            if ctx.params.get("debug"):
+            if ctx.find_root().params.get("debug"):
                 raise
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:  # noqa: ANN401
+        """Run the program, see :class:`click.Command`."""
+        if not standalone_mode:
+            return super().main(args, *more, standalone_mode=False, **extra)  # type: ignore[misc]
+        try:
+            sys.exit(super().main(args, *more, standalone_mode=False, **extra) or 0)  # type: ignore[misc]
+        except typer.Abort:
+            sys.exit(EXIT_FAILED)
+        except _Refused as error:
+            if not error.format_message():  # what was asked for is help
+                error.show()
+            else:
+                see = f"{error.ctx.command_path} --help" if getattr(error, "ctx", None) else ""
+                given = sys.argv[1:] if args is None else args
+                words = error.format_message().replace("Value error, ", "")
+                for theirs, ours in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+                    words = words.replace(f"Input should be {theirs}", f"it must be {ours}")
+                _report("UsageError", words, see, as_json="--json" in given)
+            sys.exit(error.exit_code)
+
+
+class Command(_Reported, HelpTexts, TyperCommand):
+    """A command of ``weightsync``."""
 
 
 class CommandGroup(_Reported, HelpTexts, TyperGroup):

@@ -32,6 +32,8 @@ _COLOR = {
     "failed": "red", "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red", "left": "dim",
     "refused": "red",
 }  # fmt: skip
+_NEEDED = ("python", "loopback", "numba")
+"""Findings of ``doctor`` without which trainers and engines cannot work on a machine."""
 _SHOWN_ROUNDS = 5
 _SHOWN_PROCESSES = 4
 _OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "version", "ended", "run")  # the first to hide first
@@ -62,10 +64,15 @@ def _colored(word: str) -> Text:
     return plain_text(word, _COLOR.get(word, ""))
 
 
-def doctor_table(findings: Sequence[Finding]) -> Table:
-    """One row for each finding, with its impact below it."""
+def doctor_table(findings: Sequence[Finding]) -> RenderableType:
+    """The verdict, and one row for each finding, with its impact below it."""
+    broken = [finding.name for finding in findings if finding.status != "ok" and finding.name in _NEEDED]
+    other = [finding.name for finding in findings if finding.status != "ok" and finding.name not in _NEEDED]
+    verdict = plain_text(f"not ready: {', '.join(broken)}" if broken else "ready", "bold red" if broken else "bold green")
+    if other:
+        verdict.append_text(plain_text(f"; not here, or limited: {', '.join(other)}"))
     rows = ((finding.name, _colored(finding.status), _impact(finding)) for finding in findings)
-    return titled_table("this machine", ("", "status", "~value, and impact if missing"), rows)
+    return Group(verdict, titled_table("this machine", ("", "status", "~value, and impact if missing"), rows))
 
 
 def _impact(finding: Finding) -> Text:

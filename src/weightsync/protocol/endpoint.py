@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import ssl
 from http import HTTPStatus
 
 from weightsync.config import ClientSettings
-from weightsync.errors import ConfigurationError
+from weightsync.errors import HINT, ConfigurationError
 from weightsync.protocol.messages import PROTOCOL
 
 AGENTS_PATH = "/v1/agents"
@@ -54,7 +55,9 @@ def no_challenge(settings: ClientSettings, status: int) -> str:
 def unreachable(settings: ClientSettings, why: object) -> str:
     """The message for a coordinator that does not answer: its URL, what went wrong, what to check."""
     url = settings.coordinator.url
+    refused = os.strerror(errno.ECONNREFUSED) in str(why)  # the machine is there, and nothing listens
+    hint = "" if refused else f", and look whether this machine reaches it: curl {url}/healthz"
     return (
-        f"no coordinator answers at {url}: {why}. Is `weightsync serve` (or the trainer whose rank 0 holds the coordinator) "
-        f"running there, is WEIGHTSYNC_COORDINATOR right, and can this machine reach the port? Try: curl {url}/healthz"
+        f"no coordinator answers at {url}: {why}{HINT}start it there (`weightsync serve`, or the trainer whose rank 0 holds it), "
+        f"or name another by WEIGHTSYNC_COORDINATOR (-c){hint}"
     )

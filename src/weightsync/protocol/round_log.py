@@ -27,7 +27,6 @@ from weightsync.protocol.worker import IncomingCall
 
 _log = logging.getLogger("weightsync.rounds")
 
-_MIB = 1 << 20
 _STEPS: dict[type, str] = {
     Prepare: "preparing", Pause: "pausing", Move: "moving", Commit: "committing", Resume: "resuming", Update: "updating",
     Quarantine: "staying paused",
@@ -35,8 +34,8 @@ _STEPS: dict[type, str] = {
 
 
 def size(nbytes: float) -> str:
-    """Format a byte count for display: ``16 B``, ``12.5 MiB``, ``1.2 GiB``."""
-    for unit, many in (("GiB", 1 << 30), ("MiB", _MIB), ("KiB", 1 << 10)):
+    """Format a byte count for display, as rates and vendors of links count: ``16 B``, ``12.5 MB``, ``1.2 GB``."""
+    for unit, many in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= many:
             return f"{nbytes / many:.1f} {unit}"
     return f"{nbytes:.0f} B"

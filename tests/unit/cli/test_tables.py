@@ -104,7 +104,7 @@ def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
     error = "1 of 2 replicas got the version, but 2 must: mine-1: " + "words " * 30
     text = shown(status_view(status(rounds=(result(7, ended=NOW - 200_000), result(8), result(9, error)))))
     assert re.search(r"^05-04 06:26 +7 +7 .* ok *$", text, re.MULTILINE)
-    assert re.search(r"^ *13:59:00 +8 +8 +16.0 GiB +12.500 +1.37 +12500 ms +ok *$", text, re.MULTILINE)
+    assert re.search(r"^ *13:59:00 +8 +8 +17.2 GB +12.500 +1.37 +12500 ms +ok *$", text, re.MULTILINE)
     assert re.search(r"^ *13:59:00 +9 +9 .* failed *$", text, re.MULTILINE)
     assert text.count("1 of 2 replicas got the version") == 1
     assert text.startswith("14:00:00  run run:")
@@ -113,7 +113,7 @@ def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
 @pytest.mark.parametrize("error", [None, ERROR])
 def test_a_round_takes_one_line_a_replica(error: str | None) -> None:
     text = shown(round_view(result(7, error)))
-    assert re.search(r"^mine-0 +(loaded|dirty) +16.0 GiB +(12345.6 *){6}$", text, re.MULTILINE)
+    assert re.search(r"^mine-0 +(loaded|dirty) +17.2 GB +(12345.6 *){6}$", text, re.MULTILINE)
     assert ("  mine-0: direct by shared_memory, tcp, verified as installed" in text) == (error is None)
     assert text.count("21 tensors differ in dtype") == (error is not None)
 
@@ -144,7 +144,7 @@ def test_the_history_takes_one_whole_line_a_round_at_80_columns_and_names_what_i
 def test_a_wide_terminal_shows_every_column_of_the_history() -> None:
     text = shown(rounds_view([record(9)]), 160)
     assert re.search(
-        r" 61.0 GiB +112.500 +0.58 +12500 ms +16/16 +ok .* policy-0/0 +shared_memory 60.0 GiB, tcp 1.0 GiB *$", text, re.MULTILINE
+        r" 65.5 GB +112.500 +0.58 +12500 ms +16/16 +ok .* policy-0/0 +shared_memory 64.4 GB, tcp 1.1 GB *$", text, re.MULTILINE
     )
     assert "hidden" not in text
 
@@ -191,8 +191,8 @@ def test_what_the_replicas_say_is_not_said_again_by_the_rounds() -> None:
 
 def test_an_event_is_one_line_whatever_it_holds() -> None:
     line = event_line(RoundEnded(9, result(9, "a\n  b"), "a\n  b"))
-    assert line == "round 9: failed, 16.0 GiB in 12.500 s (1.37 GB/s): a b"
-    assert event_line(RoundEnded(9, result(9))) == "round 9: ok, 16.0 GiB in 12.500 s (1.37 GB/s)"
+    assert line == "round 9: failed, 17.2 GB in 12.500 s (1.37 GB/s): a b"
+    assert event_line(RoundEnded(9, result(9))) == "round 9: ok, 17.2 GB in 12.500 s (1.37 GB/s)"
 
 
 def test_a_findings_impact_begins_below_its_value() -> None:
@@ -201,3 +201,6 @@ def test_a_findings_impact_begins_below_its_value() -> None:
     (value,) = [line for line in lines if "none [red]" in line]
     impact = lines[lines.index(value) + 1]
     assert impact.index("weights") == value.index("none")
+    assert lines[0].strip() == "ready; not here, or limited: gpus"
+    broken = shown(doctor_table([*findings, Finding("numba", "missing", "not installed", "cannot be compiled")]))
+    assert broken.splitlines()[0].strip() == "not ready: numba; not here, or limited: gpus"

@@ -279,3 +279,7 @@ def test_streams_guide_hands_every_tensor_to_the_loader() -> None:
 def test_store_guide_stores_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_STORE", "the guide sets it")
     assert _run("guides/store.md")["tensors"] == {"weight", "bias"}
+
+
+def test_the_guide_of_quantized_weights_works() -> None:
+    assert _run("guides/quantized.md")["replica"].verified == "installed"

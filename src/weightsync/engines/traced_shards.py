@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ def find_direct(
     *,
     engine: str = "the engine",
     package: str | None = None,
+    to_load: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> DirectShards | str:
     """Return shards over ``model``'s parameters, or the reason on one line why weights must be streamed through its loader.
 
@@ -69,12 +70,14 @@ def find_direct(
             layouts.
         engine: Name of the engine in messages.
         package: Python package of the engine.
+        to_load: Gives the model the parameters that its loader expects, if processing has replaced them since; only while it is
+            traced.
     """
     load = getattr(model, "load_weights", None)
     if not callable(load):
         return f"{type(model).__name__} has no load_weights"
     try:
-        with parameters_kept(model):
+        with parameters_kept(model), to_load():
             traced = trace_loader(load, model, manifest)
         reason = traced.reason(ranks)
         if reason is not None:

@@ -9,7 +9,7 @@ import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
-from weightsync.engines.vllm.loading import install_some
+from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept
 from weightsync.engines.vllm.protocols import ModelConfig
 
 
@@ -29,8 +29,8 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
     """Return the reason on one line why direct delivery is impossible; ``None`` if no setting excludes it."""
     if device.type != "cuda":
         return f"this worker's weights are on {device.type}, where vLLM repacks linear weights after loading them"
-    if config.model_config.quantization is not None:
-        return f"the model is quantized ({config.model_config.quantization})"
+    if config.model_config.quantization not in (None, "fp8"):
+        return f"the model is quantized ({config.model_config.quantization}), which was never tried"
     if config.lora_config is not None:
         return "LoRA is enabled, so vLLM must be notified of new base weights"
     return None
@@ -44,4 +44,12 @@ def direct_shards(
     if reason is not None:
         return reason
     reload = partial(install_some, model, config.model_config)
-    return find_direct(model, checkpoint.manifest, reload, device, ranks, engine="vLLM", package="vllm")
+    trial = partial(find_direct, model, checkpoint.manifest, reload, device, ranks, engine="vLLM", package="vllm")
+    if config.model_config.quantization is None:
+        return trial()
+    layer = kept_by_kernels(model)
+    if layer is not None:
+        return f"the kernel of {layer} keeps tensors besides the parameters, which direct delivery would not update"
+    # Processing replaces quantized parameters. Whether it also changes what they hold, the trial finds out.
+    with kernels_kept(model):
+        return trial(to_load=partial(format_to_load, model))

@@ -97,6 +97,59 @@ def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
 
 
 @contextmanager
+def format_to_load(model: torch.nn.Module) -> Iterator[None]:
+    """Give ``model`` the parameters that its loader expects, on the meta device, where vLLM processed and replaced them since.
+
+    vLLM keeps what it needs for that, for its layerwise reload.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+    layers = list(model.modules())
+    tables = [table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)]
+    before = [dict[str, Any](table) for table in tables]
+    unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
+    try:
+        for layer in layers:
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+        yield
+    finally:
+        for table, held in zip(tables, before, strict=True):
+            table.clear()
+            table.update(held)
+        for layer, names in zip(layers, unsaved, strict=True):
+            layer._non_persistent_buffers_set = names
+
+
+@contextmanager
+def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kept = [(method, dict(vars(method))) for method in methods if method is not None]
+    try:
+        yield
+    finally:
+        for method, held in kept:
+            vars(method).clear()
+            vars(method).update(held)
+
+
+def kept_by_kernels(model: torch.nn.Module) -> str | None:
+    """Return the first layer whose experts' kernel computes with other tensors than the model's parameters, if there is one."""
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for name, layer in model.named_modules():
+        values: list[Any] = [getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)]
+        while values:
+            value = values.pop()
+            if isinstance(value, torch.Tensor):
+                if value.numel() and value.untyped_storage().data_ptr() not in storages:
+                    return str(name)
+            elif type(value).__module__.startswith("vllm."):
+                values += vars(value).values() if hasattr(value, "__dict__") else ()
+    return None
+
+
+@contextmanager
 def _packed_experts(model: torch.nn.Module) -> Iterator[None]:
     """Make vLLM's CPU build pack experts in a reload.
 

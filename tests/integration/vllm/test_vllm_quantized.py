@@ -1,0 +1,49 @@
+"""Holds that weights quantized by the trainer reach vLLM's own FP8 layers directly, bit for bit, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+def outcome(folder: Path, case: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "tests.integration.vllm.vllm_quantized", str(folder), case]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stdout[-3000:]]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize(("case", "matrices"), [("dense", 8), ("experts", 8)])
+def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path, case: str, matrices: int) -> None:
+    found = outcome(tmp_path, case)
+    assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": matrices}
+
+
+def test_a_kernel_that_keeps_other_scales_is_refused_by_name(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "changed")
+    assert "weight_scale_inv" in found["reason"]
+    assert found["kept"]
+
+
+def test_experts_whose_kernel_computes_with_a_copy_of_scales_are_refused_by_name(tmp_path: Path) -> None:
+    assert "the kernel of model.layers.0.mlp.experts" in outcome(tmp_path, "copies")["reason"]
+
+
+def test_a_configuration_that_contradicts_the_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "contradicts")
+    assert "mlp.gate.weight (it is converted from torch.bfloat16 to torch.float8_e4m3fn" in found["reason"]
+    assert found["kept"]

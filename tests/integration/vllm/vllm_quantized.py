@@ -1,0 +1,162 @@
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201, ANN202, ANN206
+"""Prints whether weights that the trainer quantized reach vLLM's own FP8 layers directly: ``python vllm_quantized.py FOLDER CASE``.
+
+vLLM's CPU build has no kernel for blocks without AMX, so its Triton kernel's class stands in: what it does to weights after loading
+is plain torch. Nothing is computed with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.integration.vllm.vllm_tracing import build
+from tests.unit.tensors.quantized_references import NAMES, reference
+
+from weightsync.deadline import Deadline
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def stand_in(changes_scales, copies):
+    """Let vLLM take its Triton kernels for this CPU; with ``changes_scales``, one that keeps other scales
+    than it was given; with ``copies``, experts' kernels compute with a copy of theirs."""
+    import vllm.model_executor.kernels.linear as kernels
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.platforms import PlatformEnum
+
+    class Kernel(kernels.TritonFp8BlockScaledMMKernel):
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config):
+            return True, None
+
+        def process_weights_after_loading(self, layer):
+            super().process_weights_after_loading(layer)
+            if changes_scales:
+                layer.weight_scale_inv.data.mul_(2)
+
+    kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Kernel]
+    fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, object)
+
+    def configure(self, layer):
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        if copies:
+            self.moe_quant_config._w1.scale = layer.w13_weight_scale_inv * 2
+
+    fp8.Fp8MoEMethod._init_moe_kernel = configure
+
+
+def quantized(plain):
+    """The same checkpoint, quantized offline."""
+    tensors = {}
+    for name, tensor in plain.items():
+        if "_proj.weight" in name:
+            names = [name.removesuffix("weight") + part for part in NAMES["fp8-block"]]
+            tensors |= dict(zip(names, reference("fp8-block", tensor), strict=True))
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def published(plain):
+    """What a trainer publishes, by name."""
+    from weightsync.tensors.quantization import QuantizedShards, formats_by_pattern
+    from weightsync.tensors.shards import shards_of
+
+    manifest, shards = shards_of(plain)
+    made = QuantizedShards(manifest, shards, formats_by_pattern(manifest, {"*_proj.weight": "fp8-block"}))
+    made.exchange(Deadline(60))
+    filled = [
+        (shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype) if shard.tensor.is_meta else shard.tensor)
+        for shard in made.shards
+    ]
+    made.write(filled, np.zeros(1, np.int8))
+    return made.manifest, {shard.name: memory for shard, memory in filled}
+
+
+def main(folder, case):
+    torch.set_num_threads(1)
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
+    from weightsync.engines.vllm import direct as vllm_direct
+    from weightsync.engines.vllm.loading import install_some
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
+        init_distributed_environment(1, 0, local_rank=0, backend="gloo")
+        initialize_model_parallel(1, 1)
+    stand_in(case == "changed", case == "copies")
+    kind, more = ("Qwen3MoeConfig", EXPERTS) if case in ("experts", "contradicts", "copies") else ("Qwen3Config", {})
+    config = getattr(transformers, kind)(**SIZES, **more)
+    plain, served = folder / "plain", folder / "fp8"
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(plain)
+    first = load_file(plain / "model.safetensors")
+    served.mkdir()
+    save_file(quantized(first), served / "model.safetensors")
+    routers = [name.removesuffix(".weight") for name in first if name.endswith("mlp.gate.weight")]
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    method["modules_to_not_convert"] = ["lm_head", *([] if case == "contradicts" else routers)]
+    described = json.loads((plain / "config.json").read_text()) | {"quantization_config": method}
+    (served / "config.json").write_text(json.dumps(described))
+    chosen = EngineArgs(model=str(served), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32).create_engine_config()
+    with set_current_vllm_config(chosen):
+        model = build(chosen, "cpu")
+        model.load_weights(load_file(served / "model.safetensors").items())
+        process_weights_after_loading(model, chosen.model_config, torch.device("cpu"))
+        before = {name: (value.data_ptr(), value.detach().clone()) for name, value in model.named_parameters()}
+        manifest = checkpoint_of(str(served), None, chosen.model_config.hf_config).manifest
+        methods = [vars(layer.quant_method) | {} for layer in model.modules() if hasattr(layer, "quant_method")]
+        vllm_direct.why_streamed = lambda config, device: None  # which refuses CPUs
+        direct = vllm_direct.direct_shards(chosen, model, torch.device("cpu"), HfCheckpoint(manifest, ()), 1)
+        assert methods == [vars(layer.quant_method) for layer in model.modules() if hasattr(layer, "quant_method")]
+        kept = same(model, {name: value for name, (_, value) in before.items()})
+        if isinstance(direct, str):
+            return {"reason": direct, "kept": kept}
+        generator = torch.Generator().manual_seed(5)
+        changed = {name: torch.randn(value.shape, generator=generator).bfloat16() for name, value in first.items()}
+        known, tensors = published(changed)
+        for shard in direct.now():
+            place = tuple(map(slice, shard.box.starts, shard.box.stops))
+            shard.tensor.copy_(tensors[shard.name][place])
+        delivered = {name: value.detach().clone() for name, value in model.named_parameters()}
+        install_some(model, chosen.model_config, quantized(changed).items())  # vLLM's own loading, of the one quantized offline
+        moved = [name for name, value in model.named_parameters() if value.data_ptr() != before[name][0]]
+    return {
+        "reason": None, "kept": kept, "manifest": known == manifest, "same": same(model, delivered), "moved": moved,
+        "fp8": sum(value.dtype == torch.float8_e4m3fn for value in delivered.values()),
+    }  # fmt: skip
+
+
+def same(model, values):
+    held = dict(model.named_parameters())
+    return held.keys() == values.keys() and all(
+        torch.equal(held[name].detach().reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+        for name, value in values.items()
+    )
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(main(Path(sys.argv[1]), sys.argv[2])), flush=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, WeightSyncError
 
+_NONE = -(1 << 62)
 _REMEDY = "make a new weightsync.Trainer on every rank"
 
 
@@ -34,34 +35,51 @@ class MaximaGroup:
         self._group = dist.new_group(backend="gloo")
         self.broken = ""
         """Why no further maxima can be taken; empty while they can."""
+        self.number = -1
+        """Version for which maxima are taken next."""
         self.turns = 0
         """Maxima that this rank has begun to take."""
 
     def all_max(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Replace each element of a CPU tensor by its maximum over all ranks.
 
+        A rank that gave up an earlier version, of which this one did not hear, is passed over.
+
         Raises:
-            Aborted: Another rank gave up.
+            Aborted: Another rank gave up this version, or is at a later one.
             PeerLost: The group is broken.
         """
         self.check()
-        message = torch.cat([tensor.reshape(-1), tensor.new_zeros(1)])
         self.turns += 1
+        earliest = _NONE
+        while earliest != self.number:
+            given_up, latest, earliest = self._meet(deadline)
+            if given_up == self.number or latest > self.number:
+                raise Aborted("another trainer rank gave up this version before it had quantized its weights")
+        self._reduce(tensor.view(-1), deadline)
+
+    def _meet(self, deadline: Deadline) -> tuple[int, int, int]:
+        """Return the version that a rank gave up, and the latest and the earliest version that a rank is at."""
+        numbers = torch.tensor([_NONE, self.number, -self.number])
+        self._reduce(numbers, deadline)
+        given_up, latest, earliest = numbers.tolist()
+        return given_up, latest, -earliest
+
+    def _reduce(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         try:
-            work = dist.all_reduce(message, dist.ReduceOp.MAX, self._group, async_op=True)
-            finished = work is not None and work.wait(timedelta(seconds=deadline.remaining("waiting for the other trainer ranks")))
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True)
+            if work is None or not work.wait(timedelta(seconds=deadline.remaining("waiting for the other trainer ranks"))):
+                raise RuntimeError("no answer")
         except (RuntimeError, WeightSyncError) as error:
             self.broken = f"a trainer rank did not take part in the maxima of quantized weights ({error})"
             raise self.error() from error
-        if not finished or message[-1]:
-            raise Aborted("another trainer rank gave up this version before it had quantized its weights")
-        tensor.copy_(message[:-1].view(tensor.shape))
 
-    def give_up(self, size: int) -> None:
-        """Let the other ranks, which take maxima of ``size`` elements of ``float32`` now, go on without a result. Does not wait."""
+    def give_up(self) -> None:
+        """Let the other ranks, which wait for this one, go on without a result. Does not wait itself."""
+        self.turns += 1
+        numbers = torch.tensor([self.number, self.number, -self.number])
         with suppress(RuntimeError):
-            self.turns += 1
-            dist.all_reduce(torch.cat([torch.zeros(size), torch.ones(1)]), dist.ReduceOp.MAX, self._group, async_op=True)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def check(self) -> None:
         """Raise :meth:`error` if the group is broken."""

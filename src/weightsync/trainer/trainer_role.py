@@ -142,7 +142,9 @@ class TrainerRole(PublishedShards):
             if self._last is not None and (self._last[0], self.region.version) == (body.call, body.number):
                 return self._last[1]  # asked again, by a coordinator that restarted
             self._running = running = Latch()  # before the look at what is armed: disarm() looks in the other order
-            turns = 0 if self._ranks is None else self._ranks.turns
+            turns = 0
+            if self._ranks is not None:
+                turns, self._ranks.number = self._ranks.turns, body.number
             try:
                 return self._place_armed(self._armed, body, deadline)
             except BaseException:
@@ -152,7 +154,7 @@ class TrainerRole(PublishedShards):
                     and self._ranks.turns == turns
                     and self.quantized.exchanged
                 ):
-                    self._ranks.give_up(self.quantized.exchanged)
+                    self._ranks.give_up()
                 raise
             finally:
                 running.set()

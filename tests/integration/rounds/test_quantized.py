@@ -204,3 +204,14 @@ def test_two_ranks_whose_shards_cut_blocks(joined: Joined, tmp_path: Path) -> No
             assert version is not None
             assert version.number == 5
             assert_serves(target, expected(5))
+
+
+@pytest.mark.timeout(180)
+def test_ranks_meet_again_after_a_version_of_which_one_never_heard(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.rounds.maxima_ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outcomes = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    assert outcomes == [{"1": 1.0, "3": 3.0, "4": 4.0, "5": "Aborted", "6": 6.0}, {"1": 1.0, "3": 3.0, "4": 4.0, "6": 6.0}]

@@ -582,6 +582,7 @@ VARIABLES = {
     "HOME": Variable("coordinator", "Folder of the history of rounds, without ``XDG_STATE_HOME``."),
     "SGLANG_PLUGINS": Variable("``weightsync.integrations sglang``", "Plugins that SGLang loads.", "all"),
     "VERL_USE_EXTERNAL_PLUGINS": Variable("``weightsync.integrations verl``", "Plugins that verl loads.", "``auto``"),
+    "VLLM_PLUGINS": Variable("frameworks' ranks", "Plugins that vLLM loads.", "all"),
 }
 """Every variable that weightsync reads, beside the fields of :class:`ServerSettings`, :class:`Limits`, :class:`ClientSettings` and
 :class:`Timeouts`. Their documentation is generated from here."""

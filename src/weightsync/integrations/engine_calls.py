@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
-from weightsync.errors import DeadlineExceeded, VerificationError
+from weightsync import __version__
+from weightsync.config import variable
+from weightsync.errors import ConfigurationError, DeadlineExceeded, VerificationError
 from weightsync.model import Version
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import RoundResult
@@ -101,6 +104,23 @@ class EngineCalls:
             )
         check_answers(answers.result(), result.version)
         return result
+
+
+def plugin_release(_process: object = None) -> str:
+    """Return the release of weightsync whose plugin the vLLM of this process loads.
+
+    Look before the first call of the engine: a vLLM of several workers that all lack the method stops reading at the first error,
+    and takes the others for answers to its next call. Run it where vLLM runs, for instance by the ``__ray_call__`` of a Ray actor.
+
+    Raises:
+        ConfigurationError: vLLM loads none here.
+    """
+    if "weightsync" not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:
+        raise ConfigurationError("vLLM finds no plugin of weightsync: install weightsync in vLLM's environment")
+    allowed = variable("VLLM_PLUGINS", "weightsync")
+    if "weightsync" not in allowed.split(","):
+        raise ConfigurationError(f"VLLM_PLUGINS={allowed} leaves weightsync out")
+    return __version__
 
 
 def check_answers(answers: Answers, version: Version) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,13 +28,14 @@ from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError, few
+from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options, cast, server_settings
 from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
 from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
-from weightsync.tensors.shards import ShardedState
+from weightsync.tensors.shards import DTypes, ShardedState
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
@@ -51,6 +52,15 @@ class Meeting(msgspec.Struct, frozen=True):
     seconds: float
     receivers: tuple[str, ...] = ()
     """Replicas of this update: one for each rollout rank."""
+
+
+class ShardSource(NamedTuple):
+    """Shards that a trainer rank publishes in the place of a stream."""
+
+    state: torch.nn.Module | ShardedState
+    dtype: DTypes
+    """In which they travel."""
+    transports: tuple[str, ...] | None
 
 
 def about_this_rank() -> dict[str, object]:
@@ -140,7 +150,7 @@ def leave_in_background(receiver: Receiver) -> None:
 class StreamSender:
     """Streams the framework's generator from one trainer rank, and stays joined from one update to the next.
 
-    Where the framework shows its model as well, :meth:`join` takes it, and this rank publishes its own shards of it instead.
+    Where the framework shows its model as well, :meth:`join` takes a :class:`ShardSource`, and this rank publishes its own shards.
 
     ``kind`` is the framework's word for its trainer ranks. What it holds is closed with ``owned``, or by :meth:`leave`.
     """
@@ -150,16 +160,14 @@ class StreamSender:
         self._window_bytes = min(window_bytes, _MOST_WINDOW_BYTES[options.device])
         self._trainer: Trainer | None = None
         self._role: tuple[object, ...] = ()
-        self._state: Mapping[str, torch.Tensor] | ShardedState | None = None
+        self._source: ShardSource | None = None
         self._stuck: Future[RoundResult] | None = None
         self._idle = False
         """Whether it has not sent in this update."""
         owned.callback(self.leave)
 
-    def join(
-        self, coordinator: str, rank: int, world_size: int, state: Mapping[str, torch.Tensor] | ShardedState | None = None
-    ) -> None:
-        """Join, or stay joined: to stream, or to publish the shards of ``state``.
+    def join(self, coordinator: str, rank: int, world_size: int, source: ShardSource | None = None) -> None:
+        """Join, or stay joined: to stream, or to publish the shards of ``source``.
 
         Raises:
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
@@ -167,25 +175,21 @@ class StreamSender:
         self._check_walked()
         role = (coordinator, rank, world_size)
         idle, self._idle = self._idle, True
-        if self._trainer is not None and self._role == role and self._state is state and not idle:
+        if self._trainer is not None and self._role == role and self._source is source and not idle:
             return
         self.leave()  # also if it did not send in the last update, whose error would reach it in this one
         options = self._options
         self._trainer = Trainer(
-            Stream(window_bytes=self._window_bytes, device=options.staging()) if state is None else state,
+            Stream(window_bytes=self._window_bytes, device=options.staging()) if source is None else source.state,
             coordinator,
             rank=rank,
             world_size=world_size,
-            dtype=options.whole_dtype() if state is None else options.dtypes(state),
-            transports=options.transports if state is None else options.shard_transports(),
-            seeds=state is None,
+            dtype=options.whole_dtype() if source is None else source.dtype,
+            include_buffers=source is not None and isinstance(source.state, torch.nn.Module),
+            transports=options.transports if source is None else source.transports,
+            seeds=source is None,
         )
-        self._role, self._state = role, state
-
-    def leave_unless(self, state: Mapping[str, torch.Tensor] | ShardedState | None) -> None:
-        """Leave if the next update is not of what this rank joined with: all ranks leave before one joins with something else."""
-        if self._state is not state:
-            self.leave()
+        self._role, self._source = role, source
 
     def leave(self) -> None:
         """Leave the coordinator and free windows or shards. Safe twice."""
@@ -194,11 +198,17 @@ class StreamSender:
             trainer.close()
 
     async def send(
-        self, weights: Iterable[tuple[str, torch.Tensor]] | None, meeting: Meeting, step: int | None = None
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+        meeting: Meeting,
+        step: int | None = None,
+        number: int | None = None,
+        calls: EngineCalls | None = None,
     ) -> RoundResult:
         """Stream ``weights`` to all receivers of ``meeting``, and walk them to their end in any case.
 
-        Without ``weights``, publish the shards that this rank joined with. Nothing is gathered then.
+        Without ``weights``, publish the shards that this rank joined with, as version ``number``, and tell the engine of ``calls``
+        to take them. Nothing is gathered then.
 
         Every step of the walk is a collective of the trainer ranks. It runs on a thread of its own, so that this rank reports an
         error at the deadline even if another rank does not take part in that collective.
@@ -214,7 +224,7 @@ class StreamSender:
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
         whole = None if weights is None else cast(weights, self._options)
-        walk = in_thread(partial(_publish, trainer, meeting, whole, step))
+        walk = in_thread(partial(_publish, trainer, meeting, whole, step, number, calls))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
@@ -230,20 +240,28 @@ class StreamSender:
 
 
 def _publish(
-    trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]] | None, step: int | None
+    trainer: Trainer,
+    meeting: Meeting,
+    weights: Iterable[tuple[str, torch.Tensor]] | None,
+    step: int | None,
+    number: int | None,
+    calls: EngineCalls | None,
 ) -> RoundResult:
     """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
     deadline = Deadline(meeting.seconds)
     try:
-        trainer.wait_for_replicas(0, deadline.remaining("waiting for the rollout ranks"), names=meeting.receivers)
+        left = deadline.remaining("waiting for the rollout ranks")
+        trainer.wait_for_replicas(0, left, names=meeting.receivers, refused="wait" if weights is not None else "raise")
         seconds = deadline.remaining("waiting for the rollout ranks")
     except WeightSyncError:
         for _ in weights or ():
             pass
         raise
-    if weights is None:
-        result = trainer.publish(step=step, timeout=seconds)
-    else:
+    if weights is not None:
         result = trainer.publish_stream(weights, step=step, timeout=seconds)
+    elif calls is None:
+        result = trainer.publish(number, step=step, timeout=seconds)
+    else:
+        result = calls.publish(lambda: trainer.publish(number, step=step, timeout=seconds), number, timeout=seconds)
     check_reached(result, "rollout ranks", meeting.receivers)
     return result

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,13 @@ from ray.exceptions import RayActorError
 from tests.integration.verl.verl_cluster import ROOT, Run, cluster
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.rollout import base as rollouts
 
 from weightsync import releases
 from weightsync.config import Address
 from weightsync.errors import ConfigurationError, MembershipError
-from weightsync.integrations.verl import backend, check
+from weightsync.integrations.verl import backend, check, plugin
 from weightsync.protocol.tokens import find_token
 
 pytestmark = [
@@ -89,23 +91,36 @@ def test_replicas_are_added_removed_and_killed_between_updates_and_the_others_ho
     assert not [path for path in session.rglob("*") if path.is_file() and token.reveal().encode() in path.read_bytes()]
 
 
-def test_the_example_of_the_guide_is_a_valid_configuration_of_verl_with_each_option_that_it_shows() -> None:
+def test_the_examples_of_the_guide_are_valid_configurations_of_verl_with_each_option_that_they_show() -> None:
     page = (ROOT / "docs/integrations/verl.md").read_text()
-    (command,) = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n((?:    .*\n)+)", page, re.MULTILINE)
-    given = [[], *map(shlex.split, re.findall(r"`('?\+[\w.]+engine_kwargs\S+=\S+)`", page))]
-    made = []
-    for option in given:
+    colocated, separated = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n((?:    .*\n)+)", page, re.MULTILINE)
+    (by_options,) = re.findall(r"^'(\+.*engine_kwargs\.weightsync=\{\})'$", page, re.MULTILINE)
+    options = [[], *map(shlex.split, re.findall(r"`('?\+[\w.]+engine_kwargs\S+=\S+)`", page))]
+    line = ["actor_rollout_ref.rollout.checkpoint_engine.backend=naive", by_options]
+    modes: list[tuple[str, str]] = []
+    made: list[Any] = []
+    for command, added in [(colocated, []), (colocated, line), *((separated, option) for option in options)]:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*shlex.split(command.replace("\\\n", " ")), *option])
+            config = compose("ppo_trainer", overrides=[*shlex.split(command.replace("\\\n", " ")), *added])
         validate_config(config, need_reference_policy(config), need_critic(config))
         assert not need_critic(config), "a critic would be another model to name"
-        engine = config.actor_rollout_ref.rollout.checkpoint_engine
-        assert (config.trainer.v1.trainer_mode, engine.backend) == ("separate_async", "weightsync")
-        options = engine.engine_kwargs.get("weightsync", {})
-        made.append(CheckpointEngineRegistry.new(engine.backend, bucket_size=1 << 20, **options))
+        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).checkpoint_engine
+        assert plugin.is_chosen(engine)
+        modes.append((config.trainer.v1.trainer_mode, engine.backend))
+        made.append(CheckpointEngineRegistry.new("weightsync", bucket_size=1 << 20, **engine.engine_kwargs.get("weightsync", {})))
+    assert modes[:3] == [("sync", "weightsync"), ("sync", "naive"), ("separate_async", "weightsync")]
     assert {type(one) for one in made} == {backend.StreamCheckpointEngine}
     shown = [str(one._options.dtype) for one in made if one._options.dtype] + ["shards" for one in made if one._options.shards]
     assert shown == ["bfloat16", str({"*.mlp.gate.weight": "float32", "*": "bfloat16"}), "shards"]
+
+
+def test_verls_own_adapter_is_made_where_weightsync_was_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rollouts._ROLLOUT_REGISTRY["vllm", "async"] == "weightsync.integrations.verl.plugin.vllm_adapter"
+    assert plugin._verls_adapter == "verl.workers.rollout.vllm_rollout.ServerAdapter"
+    made = SimpleNamespace(ServerAdapter=lambda **given: given["device_mesh"])
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout", made)
+    config = SimpleNamespace(checkpoint_engine=SimpleNamespace(backend="naive", engine_kwargs={}))
+    assert rollouts.get_rollout_class("vllm")(config=config, model_config=None, device_mesh="its own") == "its own"
 
 
 def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +135,20 @@ def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.Monke
     assert done.returncode == 0, done.stdout + done.stderr
     found = {line[9:22].strip(): line.split()[0] for line in done.stdout.splitlines() if line[0] != " "}
     fine = dict.fromkeys(["weightsync", "ray", "verl", "entry point", "backend", "coordinator"], "ok")
-    assert found == {**fine, "token": "limited"}
+    assert found == {**fine, "token": "limited", "vLLM": "limited"}, "vLLM is not installed here"
+
+
+def test_the_check_says_whether_vllms_workers_can_read_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check._workers().value == "not installed in this environment"
+    monkeypatch.setattr(check, "release_of", lambda _: "0.32.0")
+    monkeypatch.setattr(check, "check_interface", lambda package, purpose: None)
+    assert (check._workers().status, check._workers().value[:7]) == ("ok", "0.32.0:")
+    monkeypatch.setattr(check, "release_of", lambda _: "0.24.0")
+    assert "tested: vLLM 0.25" in check._workers().value
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert (check._workers().status, "VLLM_PLUGINS=another" in check._workers().value) == ("limited", True)
+    monkeypatch.setitem(rollouts._ROLLOUT_REGISTRY, ("vllm", "async"), "verl.workers.rollout.vllm_rollout.ServerAdapter")
+    assert "this verl makes its own adapter" in check._workers().value
 
 
 def test_the_check_says_that_a_verl_without_plugins_and_modules_cannot_find_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +171,10 @@ def test_a_second_run_on_the_coordinator_of_another_is_told_to_take_its_own(monk
     def refuse(*_: object) -> None:
         raise MembershipError("trainer/0 is already connected. Revoke it.")
 
-    rank = backend.StreamCheckpointEngine(bucket_size=1 << 20)
+    rank = backend.StreamCheckpointEngine(bucket_size=1 << 20, is_master=True)
     monkeypatch.setattr(rank._sender, "join", refuse)
     with pytest.raises(MembershipError, match="do not end it: each run needs its own coordinator"):
-        rank.init_process_group(0, 1, {"coordinator": "http://127.0.0.1:1", "seconds": 1.0}, sends=True)
+        rank.init_process_group(0, 1, {"coordinator": "http://127.0.0.1:1", "seconds": 1.0})
 
 
 def about(**values: object) -> dict[str, Any]:
@@ -182,7 +210,7 @@ def test_an_unknown_release_is_used_if_its_interface_fits_and_named_once(
     with caplog.at_level(logging.WARNING, "weightsync"):
         for _ in range(2):
             actors, rollouts = backend.StreamCheckpointEngine.build_topology(1, 1, [ACTOR, about()])
-    assert [len(values) for values in [*actors.values(), *rollouts.values()]] == [1] * 7
+    assert {len(values) for values in [*actors.values(), *rollouts.values()]} == {1}
     assert [record.message for record in caplog.records if "1.3.0" in record.message] == [caplog.records[0].message]
 
 

@@ -72,6 +72,7 @@ def cluster(folder: str) -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
+        "RAY_worker_niceness": "0",  # Ray's default starves them on a machine that does other things too
         "HF_HUB_OFFLINE": "1",
     }
     try:

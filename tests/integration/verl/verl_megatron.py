@@ -21,8 +21,10 @@ from tests.integration.megatron.megatron_models import build, fill, initialize, 
 from tests.integration.megatron.optional_packages import stand_in
 from tests.integration.verl import verl_platform  # noqa: F401 - a platform of verl's without accelerators
 
+from weightsync.errors import WeightSyncError
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.verl.shards import Walk, show_engine
+from weightsync.integrations.verl.source import EngineShards
+from weightsync.tensors.shards import ShardedState
 
 CASE = Case("qwen3", tp=2, changes={"vocab_size": PADDED})
 
@@ -36,8 +38,8 @@ def engine_of(folder: str, **changes: Any) -> Any:
     fill(chunks, 1)
     engine.module = wrapped(chunks)
     engine.bridge = AutoBridge.from_hf_pretrained(folder)
-    engine.model_config = SimpleNamespace(hf_config=hf_config(CASE.family, CASE.changes), lora={})
-    engine.engine_config = SimpleNamespace(param_offload=False)
+    engine.model_config = SimpleNamespace(hf_config=hf_config(CASE.family, CASE.changes), lora={}, local_path=folder)
+    engine._is_offload_param = False
     engine.peft_cls, engine.vanilla_bridge, engine._qat_enabled, engine._hf_export_tasks = None, False, False, None
     for name, value in changes.items():
         setattr(engine, name, value)
@@ -49,20 +51,13 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     initialize(CASE)
-    show_engine()
     engine = engine_of(folder)
-    walk = Walk(engine.get_per_tensor_param()[0])
-    sent = {name: tensor.clone() for name, tensor in walk}
-    source = walk.source(Options.of({}, "test"))
-    refused: dict[str, dict[str, Any]] = {
-        "offloaded": {"engine_config": SimpleNamespace(param_offload=True)},
-        "quantized": {"_qat_enabled": True},
-    }
-    streams = {
-        reason: walk_of(engine_of(folder, **changes)).source(Options.of({}, "test")) is None for reason, changes in refused.items()
-    }
-    assert source is not None
-    _, shards = source.state.declare()  # type: ignore[union-attr]
+    sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    source, manifest = EngineShards(engine).source(Options.of({}, "test"), direct=True)
+    streams = {"quantized": refused(engine_of(folder, _qat_enabled=True)), "adapted": refused(engine_of(folder, peft_cls=object))}
+    assert {spec.dtype for spec in manifest} == {"bfloat16"}
+    assert isinstance(source.state, ShardedState)
+    _, shards = source.state.declare()
     wrong = [
         shard.name
         for shard in shards
@@ -74,9 +69,12 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     return {"sent": len(sent), "wrong": wrong, "elements": elements, "streams": streams}
 
 
-def walk_of(engine: Any) -> Walk:
-    """A walk as of an update that sent nothing: whether shards can be published is asked before they are compared."""
-    return Walk(SimpleNamespace(engine=engine))
+def refused(engine: Any) -> bool:
+    try:
+        EngineShards(engine).source(Options.of({}, "test"), direct=True)
+    except WeightSyncError:
+        return True
+    return False
 
 
 def main() -> None:

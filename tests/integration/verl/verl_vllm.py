@@ -1,18 +1,25 @@
-"""verl's own vLLM adapter and bucketed transfer without vLLM: a Ray actor takes the place of its server and its worker."""
+"""verl's and weightsync's vLLM adapters without vLLM: a Ray actor takes the place of its server and its worker."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import sys
-from types import ModuleType
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ray
 import torch
 import verl
 from tests.integration.verl.verl_actors import Replica, digests
+from transformers import AutoConfig, AutoModelForCausalLM
 from verl.checkpoint_engine import CheckpointEngineWorker
+
+from weightsync.engines.traced_shards import find_direct
+from weightsync.engines.vllm import in_call
 
 FOLDER = "verl.workers.rollout.vllm_rollout"
 
@@ -38,9 +45,11 @@ class Server:
         self.loaded: dict[str, str] = {}
         self.step: int | None = None
 
-    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
         assert (method, args) == ("update_weights_from_ipc", ())
-        await asyncio.to_thread(self.receive, **kwargs)
+        await asyncio.to_thread(self.receive, **(kwargs or {}))
 
     def receive(self, use_shm: bool) -> None:
         transfer = part_of_vllm_rollout("bucketed_weight_transfer")
@@ -76,3 +85,79 @@ class VllmRank(CheckpointEngineWorker):  # type: ignore[misc]
 def servers(replicas: list[Replica]) -> list[Any]:
     """The servers of ``replicas``."""
     return [ray.get_actor(f"vllm_server_{replica.replica_rank}_0") for replica in replicas]
+
+
+class Model(torch.nn.Module):
+    """A model with a loader as vLLM's have."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        config = AutoConfig.from_pretrained(path)
+        self.inner = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.inner.named_parameters())
+        for name, tensor in weights:
+            own[name].data.copy_(tensor)
+
+
+class DirectServer:
+    """A server whose one worker has weightsync's methods: the real ones, of a model in host memory instead of a vLLM."""
+
+    def __init__(self, handle: str, path: str) -> None:
+        torch.set_num_threads(1)
+        self.handle, self.fault = handle, ""
+        self.asked: list[str] = []
+        self.step: int | None = None
+        self.model = Model(path)
+        parallel = SimpleNamespace(
+            rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0, data_parallel_size=1, enable_eplb=False,
+            distributed_executor_backend="mp",
+        )  # fmt: skip
+        model = SimpleNamespace(model=path, revision=None, hf_config=self.model.inner.config, quantization=None)
+        self.worker = SimpleNamespace(
+            device=torch.device("cpu"), parallel_config=parallel, model_config=model, get_model=lambda: self.model,
+            vllm_config=SimpleNamespace(model_config=model, lora_config=None),
+        )  # fmt: skip
+        self.thread = ThreadPoolExecutor(1)
+        modules: Any = sys.modules
+        modules["vllm"], modules["vllm.config"] = ModuleType("vllm"), ModuleType("vllm.config")
+        modules["vllm.config"].set_current_vllm_config = lambda _: contextlib.nullcontext()
+        given: Any = in_call
+        given.check_interface = lambda package, purpose: None
+        given.install = lambda model, config, tensors: model.load_weights(tensors)
+        given.direct_shards = self.shards
+
+    def shards(self, config: Any, model: Any, device: torch.device, checkpoint: Any, ranks: int) -> Any:
+        return find_direct(model, checkpoint.manifest, model.load_weights, device, ranks)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.asked.append(method)
+        if self.fault == f"raise in {method}":
+            raise RuntimeError("the worker does not like it")
+        called: Any = getattr(in_call.called(self.worker), method.removeprefix("weightsync_"), None)
+        work = called if method.startswith("weightsync_") else self.receive
+        await asyncio.get_running_loop().run_in_executor(self.thread, lambda: work(**(kwargs or {})))
+
+    def receive(self, use_shm: bool, **_: Any) -> None:
+        transfer = part_of_vllm_rollout("bucketed_weight_transfer")
+        receiver = transfer.BucketedWeightReceiver(self.handle, torch.device("cpu"), use_shm)
+        receiver.receive_weights(lambda weights, _: self.model.load_weights(weights))
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.asked.append(f"wake {tags[0]}")
+
+    async def clear_kv_cache(self) -> None:
+        self.asked.append("clear")
+
+    async def set_global_steps(self, step: int) -> None:
+        self.step = step
+
+    async def holds(self) -> tuple[dict[str, str], int | None]:
+        return digests(self.model.inner.state_dict().items()), self.step
+
+    async def calls(self) -> list[str]:
+        asked, self.asked = self.asked, []
+        return asked

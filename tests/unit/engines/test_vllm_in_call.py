@@ -113,6 +113,12 @@ def test_an_update_says_what_was_installed(worker: Worker, server: BackgroundSer
     assert about["waited"] >= 0
 
 
+def test_another_release_of_the_caller_is_an_error_because_frameworks_drop_answers(worker: Worker) -> None:
+    assert called(worker).ready(release=weightsync.__version__)["weightsync"] == weightsync.__version__
+    with pytest.raises(ConfigurationError, match=r"the caller has 0\.0\.1"):
+        called(worker).ready(release="0.0.1")
+
+
 def test_a_version_that_is_there_is_not_waited_for_unless_the_weights_were_discarded(
     worker: Worker, server: BackgroundServer, trainer: weightsync.Trainer
 ) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from weightsync.errors import DeadlineExceeded, RoundFailed, VerificationError, VersionError
+from weightsync import __version__
+from weightsync.errors import ConfigurationError, DeadlineExceeded, RoundFailed, VerificationError, VersionError
 from weightsync.integrations import engine_calls
-from weightsync.integrations.engine_calls import Answers, EngineCalls
+from weightsync.integrations.engine_calls import Answers, EngineCalls, plugin_release
 from weightsync.model import Version
 from weightsync.protocol.messages import RoundResult
 
@@ -104,3 +105,20 @@ def test_joining_and_leaving_are_calls_of_the_workers() -> None:
         ("weightsync_join", {"coordinator": "http://head:7400", "replica": "r", "token_file": "/run/token"}),
         ("weightsync_leave", {}),
     ]
+
+
+@pytest.mark.parametrize(("allowed", "loads"), [(None, True), ("other,weightsync", True), ("other", False), ("", False)])
+def test_whether_vllm_loads_the_plugin_is_known_without_a_call(
+    monkeypatch: pytest.MonkeyPatch, allowed: str | None, loads: bool
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    if loads:
+        assert plugin_release() == __version__
+    else:
+        with pytest.raises(ConfigurationError, match="leaves weightsync out"):
+            plugin_release()
+    monkeypatch.setattr(engine_calls, "entry_points", lambda group: ())
+    with pytest.raises(ConfigurationError, match="no plugin of weightsync"):
+        plugin_release()

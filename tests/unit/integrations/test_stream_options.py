@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import torch
 from weightsync.errors import ConfigurationError
 from weightsync.integrations import __main__ as command
 from weightsync.integrations.stream_options import Options, cast, server_settings
-from weightsync.integrations.verl import shards
-from weightsync.integrations.verl.shards import Walk
+from weightsync.integrations.verl.source import EngineShards, training_engine, whole_weights
 from weightsync.server.findings import Finding
 
 
@@ -73,27 +71,42 @@ def test_the_frozen_base_of_a_lora_adapter_is_refused_because_verl_never_sends_t
     base = {"embed.weight": torch.zeros(2), "layers.0.q_proj.base_layer.weight": torch.zeros(2)}
     walked = []
     with pytest.raises(ConfigurationError, match=r"q_proj\.base_layer\.weight.*lora\.merge=True"):
-        for name, _ in Walk(base.items()):
+        for name, _ in whole_weights(base.items()):
             walked.append(name)
     assert walked == ["embed.weight"]
 
 
-@pytest.mark.parametrize(("path", "name"), shards._ENGINES.items())
-def test_an_engine_whose_method_is_wrapped_by_verl_is_shown_as_well(monkeypatch: pytest.MonkeyPatch, path: str, name: str) -> None:
-    class Engine:
-        def get_per_tensor_param(self) -> tuple[list[object], None]:
-            return [], None
+class _Worker:
+    """As much of verl's actor worker as is looked for."""
 
-    method: Any = Engine.get_per_tensor_param
-    method.__wrapped__ = print
+    def __init__(self) -> None:
+        self.actor = SimpleNamespace(engine=SimpleNamespace(get_per_tensor_param=print))
+        self.found = self._makes()
 
-    monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: Engine}))
-    for _ in range(2):
-        shards.show_engine()
-    engine = Engine()
-    weights: Any = engine.get_per_tensor_param()[0]
-    assert weights.engine is engine
-    assert weights._weights == [], "wrapped once"
+    def _makes(self) -> object:
+        return training_engine()
+
+
+def test_the_training_engine_is_that_of_the_worker_that_makes_the_checkpoint_engine() -> None:
+    worker = _Worker()
+    assert worker.found is worker.actor.engine
+    assert training_engine() is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (None, "does not show its training engine"),
+        (SimpleNamespace(module=torch.nn.Linear(2, 2)), "neither FSDP2"),
+        (SimpleNamespace(module=[], peft_cls=object), "adapters are merged"),
+        (SimpleNamespace(module=SimpleNamespace(peft_config={})), "adapters are merged"),
+        (SimpleNamespace(module=[], peft_cls=None, _qat_enabled=True), "quantized"),
+    ],
+)
+def test_what_verl_converts_while_it_sends_is_not_published_as_it_is(engine: object, words: str) -> None:
+    for direct in (True, False):
+        with pytest.raises(ConfigurationError, match=words):
+            EngineShards(engine).source(Options.of({}, "engine.weightsync"), direct=direct)
 
 
 def _check(name: str) -> subprocess.CompletedProcess[str]:

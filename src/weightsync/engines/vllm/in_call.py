@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack
 from typing import Any, cast
 
+from weightsync import __version__
 from weightsync.config import read_token, variable
 from weightsync.engine.engine import Engine
 from weightsync.engines.attach_options import AttachOptions
@@ -140,20 +141,24 @@ class CalledWorker:
             raise ConfigurationError(f"this vLLM worker cannot be written directly: {self._direct}")
         return self._checkpoint, None
 
-    def ready(self, delivery: Delivery | None = None) -> dict[str, Any]:
+    def ready(self, delivery: Delivery | None = None, release: str | None = None) -> dict[str, Any]:
         """Prepare to join: learn how weights are delivered. The engine must be awake. The first call may take seconds.
+
+        Args:
+            delivery: See :meth:`join`.
+            release: The caller's release of weightsync. With another one here this raises, for frameworks that drop answers.
 
         Returns:
             Release of weightsync, rank, number of ranks, delivery, and why it is not direct.
         """
         about: dict[str, Any] = {}  # it stays empty if another worker raises the error
         with together(self._parallel):
+            if release not in (None, __version__):
+                raise ConfigurationError(f"vLLM's workers have weightsync {__version__}, and the caller has {release}")
             about = self._about(self._find(AttachOptions(delivery=delivery).chosen_delivery())[1])
         return about
 
     def _about(self, direct: DirectShards | None) -> dict[str, Any]:
-        from weightsync import __version__
-
         return {
             "weightsync": __version__, "rank": self._rank, "ranks": self._parallel.world_size_across_dp,
             "delivery": "streamed" if direct is None else "direct",

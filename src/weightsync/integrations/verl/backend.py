@@ -1,11 +1,14 @@
-"""verl's checkpoint engine ``weightsync``: actor ranks stream whole tensors, and each rollout rank receives all of them.
+"""verl's checkpoint engine ``weightsync``.
 
-With the option ``shards`` actor ranks publish their own shards from the second update on: see
-:mod:`weightsync.integrations.verl.shards`.
+Actor ranks publish their own shards (:mod:`weightsync.integrations.verl.source`), and the vLLM workers of each replica read what
+they hold of them, in a call that verl's adapter makes (:mod:`weightsync.integrations.verl.vllm_adapter`). Nothing is gathered. If
+any rank cannot take part in that, all ranks stream: actor ranks gather whole tensors, and each rollout rank receives all of them.
+verl's driver decides for all (:func:`choose_way`), before anything is sent.
 
 verl decides when replicas pause, which of them take part, and when they resume. For every update it makes a new list of rollout
-ranks. So a rollout rank joins the coordinator when it begins to receive, and leaves after the update: nothing that failed, was
-removed or died is left for the next one. Actor ranks stay joined, so that version numbers go on.
+ranks. So a rollout rank that receives a stream joins the coordinator when it begins, and leaves after the update: nothing that
+failed, was removed or died is left for the next one. vLLM's workers stay joined until verl leaves their replica out. Actor ranks
+stay joined, so that version numbers go on.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Iterable
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, Self
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
+import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine
 
 import weightsync
+from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     AuthenticationError,
@@ -32,9 +37,11 @@ from weightsync.errors import (
     RoundFailed,
     WeightSyncError,
 )
+from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import (
     Meeting,
+    ShardSource,
     StreamSender,
     about_this_rank,
     arrange,
@@ -43,13 +50,16 @@ from weightsync.integrations.stream_ranks import (
     offer_coordinator,
 )
 from weightsync.integrations.updates import GRACE
-from weightsync.integrations.verl.shards import ShardSource, Walk, show_engine
+from weightsync.integrations.verl import vllm_servers
+from weightsync.integrations.verl.source import EngineShards, training_engine, whole_weights
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
+from weightsync.server.client import Client
 
 _log = logging.getLogger(__name__)
-_WHERE = "checkpoint_engine.engine_kwargs.weightsync"
+WHERE = "checkpoint_engine.engine_kwargs.weightsync"
+_REASON = 400  # characters of a reason that travels
 _PERMANENT = (AuthenticationError, ConfigurationError, ManifestMismatch, MembershipError)
 """Errors of joining that the next update would get as well."""
 
@@ -57,24 +67,71 @@ _PERMANENT = (AuthenticationError, ConfigurationError, ManifestMismatch, Members
 class EngineOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may write for verl."""
 
+    direct: bool = True
+    """Whether vLLM's workers read the shards of actor ranks, where all ranks can take part in that."""
     shards: bool = False
-    """Whether actor ranks publish their own shards, where verl's FSDP2 engine sends its parameters as they are."""
+    """Whether actor ranks publish their own shards also where rollout ranks receive whole tensors."""
+    keep_copy: bool = True
+    """Whether a colocated actor rank keeps its converted copy between updates, in GPU memory, instead of making it each time."""
+
+
+Way: TypeAlias = Literal["direct", "shards", "stream"]
+"""How weights travel: shards to vLLM's workers; shards to rollout ranks, which hand whole tensors to verl; gathered tensors."""
+
+
+class DirectUpdate(NamedTuple):
+    """What the adapter gets in the place of tensors, if its engine takes the weights itself."""
+
+    number: int
+    seconds: float
+
+
+def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> tuple[Way, str]:
+    """Choose for all ranks, by what each says about itself, and say why not ``direct``."""
+    reason = next(
+        (f"{about['name']}: {about['streams']}" for about in (*actors, *rollouts) if "streams" in about),
+        ""
+        if all("checkpoint" in about for about in actors) and all("replica" in about for about in rollouts)
+        else "a rank is of another release of weightsync",
+    )
+    checkpoints = {about["checkpoint"] for about in (*actors, *rollouts) if "checkpoint" in about}
+    if not reason and len(checkpoints) > 1:
+        reason = "the checkpoint at the model's path is not the same on all nodes"
+    if not reason:
+        return "direct", ""
+    return ("shards" if all("tensors" in about for about in actors) else "stream"), reason
+
+
+@cache
+def _say_why(way: Way, reason: str) -> None:
+    how = "actor ranks gather whole tensors" if way == "stream" else "actor ranks publish their shards"
+    _log.warning("weightsync: %s, and rollout ranks receive whole tensors, because of %s", how, reason)
+
+
+def exchange(text: str) -> list[str]:
+    """Return the texts of all actor ranks. Collective, in host memory, of bytes (an exchange of objects would be pickles)."""
+    own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    most = max(int(size) for size in sizes)
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(own)] = own
+    texts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [bytes(text[: int(size)].tolist()).decode().strip() for text, size in zip(texts, sizes, strict=True)]
 
 
 class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """Checkpoint engine of one actor rank or one rollout rank; which of them, verl tells it by ``init_process_group``."""
-
-    takes_training_engine = True
-    """``send_weights`` may get verl's training engine instead of its generator (proposed to verl)."""
+    """Checkpoint engine of one actor rank, which verl makes with ``is_master``, or of one rollout rank."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuse a verl that asks for more than this class has."""
         refuse_calls("verl", sorted(getattr(cls, "__abstractmethods__", ())))
         return super().__new__(cls)  # type: ignore[no-any-return]
 
-    def __init__(self, bucket_size: int, is_master: bool = False, **options: object) -> None:
-        self._options = EngineOptions.of(options, _WHERE)
-        self._is_master = is_master
+    def __init__(self, bucket_size: int, is_master: bool | None = None, **options: object) -> None:
+        self._options = EngineOptions.of(options, WHERE)
+        self._is_actor, self._is_master = is_master is not None, bool(is_master)
         self._about = about_this_rank()
         self._owned = ExitStack()
         self._closing = weakref.finalize(self, self._owned.close)  # verl has no call for it: at the latest when the process exits
@@ -82,26 +139,61 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sender = StreamSender(self._options, bucket_size, "actor", self._owned)
         self._receiver: weightsync.Receiver | None = None
         self._failure = ""
-        self._wants_shards = self._options.shards
-        self._source: ShardSource | None = None
+        self._sources = EngineShards(training_engine())
+        self._way: Way | None = None
+        self._number: int | None = None
+        """Of the version of this update, if it is not a stream; on rank 0, of the last such."""
+        self._servers: dict[str, str] = {}
         self._manifest: Manifest | None = None
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the ranks of this update meet."""
+        return self._meeting
 
     def prepare(self) -> dict[str, object]:
         """Return what the other ranks must know of this one. Actor rank 0 starts a coordinator, unless there is one."""
-        self._sender.leave_unless(self._source and self._source.state)
-        self._about["shards"] = self._source is not None
-        if self._is_master:
-            self._about["tensors"] = msgspec.to_builtins(self._source.manifest.tensors) if self._source else []
+        if not self._is_actor:
+            return {**self._about, **self._about_replica()}
         if self._is_master and "coordinator" not in self._about:
             self._about |= offer_coordinator(self._options, self._owned)
             tell(_log, f"weightsync: the coordinator of this run is {self._about['coordinator']}")
-        return dict(self._about)
+        return {**self._about, **self._about_source()}
+
+    def _about_replica(self) -> dict[str, object]:
+        if not self._options.direct:
+            return {"streams": "the option direct is false"}
+        here = vllm_servers.here()
+        return {"streams": "this rollout is not a vLLM of verl 0.9"} if here is None else here.about()
+
+    def _about_source(self) -> dict[str, object]:
+        """Whether this rank can publish its shards, and as what."""
+        about: dict[str, object] = {}
+        if self._options.shards:
+            with suppress(WeightSyncError):
+                about["tensors"] = msgspec.to_builtins(self._sources.source(self._options, direct=False)[1].tensors)
+        try:
+            if not self._options.direct:
+                raise ConfigurationError("the option direct is false")
+            about["checkpoint"] = self._sources.source(self._options, direct=True)[1].fingerprint
+        except WeightSyncError as error:
+            about["streams"] = " ".join(str(error).split())[:_REASON]
+        if self._is_master and ("checkpoint" in about or "tensors" in about):
+            about |= {"number": self._next_number(), "joined": list(self._servers)}
+        return about
+
+    def _next_number(self) -> int:
+        """A number above all of this run. With it, a call of vLLM that was too late for a version finds it there already."""
+        if self._number is None:
+            with Client(ClientSettings.load(coordinator=str(self._about["coordinator"]))) as client:
+                self._number = client.status().last
+        return self._number + 1
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return each rank's coordinator address and member name. Runs in verl's driver.
+        """Return each rank's coordinator address, and how weights travel. Runs in verl's driver.
 
         Raises:
             ConfigurationError: Rank 0 offers no coordinator, or one that ranks of other hosts cannot reach.
@@ -115,43 +207,95 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         actors, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         if not actors or "coordinator" not in actors[0]:
             raise ConfigurationError("actor rank 0 offers no coordinator: verl did not make it with is_master=True")
-        meeting = msgspec.to_builtins(arrange(actors[0], metadata, rollouts))
-        shards = {"tensors": actors[0]["tensors"]} if all(actor.get("shards") for actor in actors) else {}
+        way, reason = choose_way(actors, rollouts)
+        if reason:
+            _say_why(way, reason)
+        every = cls.arguments(way, actors, rollouts)
 
         def ranks(size: int) -> dict[str, list[Any]]:
-            every = {"world_size": size, "meeting": meeting, **shards}
-            return {"rank": list(range(size)), **{name: [value] * size for name, value in every.items()}}
+            return {"rank": list(range(size)), **{name: [value] * size for name, value in {**every, "world_size": size}.items()}}
 
-        return {**ranks(actor_wg_world_size), "sends": [True] * actor_wg_world_size}, ranks(rollout_world_size)
+        return ranks(actor_wg_world_size), ranks(rollout_world_size)
+
+    @staticmethod
+    def arguments(way: Way, actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What :meth:`init_process_group` gets on every rank, beside its rank.
+
+        Raises:
+            ConfigurationError: Ranks of other hosts cannot reach the coordinator of actor rank 0.
+            MembershipError: Two rollout ranks have one name.
+        """
+        meeting = arrange(actors[0], (*actors, *rollouts), rollouts)
+        every: dict[str, Any] = {"way": way}
+        if way != "stream":
+            every["number"] = actors[0]["number"]
+        if way == "shards":
+            every["tensors"] = actors[0]["tensors"]
+        if way == "direct":
+            every["joined"] = actors[0]["joined"]
+            every["servers"] = {about["replica"]: about["server"] for about in rollouts if "server" in about}
+            meeting = msgspec.structs.replace(meeting, receivers=tuple(every["servers"]))
+        return {**every, "meeting": msgspec.to_builtins(meeting)}
 
     def init_process_group(
-        self, rank: int, world_size: int, meeting: dict[str, Any], sends: bool = False, tensors: list[Any] | None = None
+        self,
+        rank: int,
+        world_size: int,
+        meeting: dict[str, Any],
+        way: Way = "stream",
+        number: int | None = None,
+        tensors: list[Any] | None = None,
+        servers: dict[str, str] | None = None,
+        joined: list[str] | None = None,
     ) -> None:
-        """Take the coordinator's address, and the ``tensors`` if shards are published. An actor rank joins, or stays joined.
+        """Take the coordinator's address. An actor rank joins, or stays joined, and so do vLLM's workers. Before every update.
 
-        Called before every update.
+        Args:
+            rank: As verl counts the ranks of a side.
+            world_size: Their number.
+            meeting: A :class:`~weightsync.integrations.stream_ranks.Meeting`.
+            way: How weights travel.
+            number: Number of the version, unless it is a stream.
+            tensors: What rollout ranks receive as shards.
+            servers: Ray's name of the server of each replica whose workers take the weights.
+            joined: Replicas of the last such update.
 
         Raises:
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
         """
         self._failure = ""  # of the last update; this one brings every tensor again
         self.finalize()
-        self._meeting = msgspec.convert(meeting, Meeting)
+        self._meeting, self._number = msgspec.convert(meeting, Meeting), number
         self._manifest = None if tensors is None else Manifest(msgspec.convert(tensors, tuple[TensorSpec, ...]))
-        if sends:
-            state = self._source.state if self._source is not None and tensors is not None else None
-            try:
-                self._sender.join(self._meeting.coordinator, rank, world_size, state)
-            except MembershipError as error:
-                raise MembershipError(
-                    f"{error} If it belongs to another run of verl, do not end it: each run needs its own coordinator. Unset "
-                    "WEIGHTSYNC_COORDINATOR and the option coordinator, and actor rank 0 starts one"
-                ) from error
-            if self._wants_shards:
-                show_engine()
+        before, self._way = self._way, way
+        if not self._is_actor:
+            here = vllm_servers.here()
+            if here is not None:
+                here.join(self._meeting, self._options, joined or ()) if way == "direct" else here.leave()
+            return
+        if before not in (None, way):  # all ranks leave before one joins with something else
+            self._sender.leave()
+            exchange("left")
+        if self._is_master:
+            left, self._servers = self._servers, servers or {}
+            vllm_servers.dismiss([server for replica, server in left.items() if replica not in self._servers])
+        try:
+            self._sender.join(self._meeting.coordinator, rank, world_size, self._source())
+        except MembershipError as error:
+            raise MembershipError(
+                f"{error} If it belongs to another run of verl, do not end it: each run needs its own coordinator. Unset "
+                "WEIGHTSYNC_COORDINATOR and the option coordinator, and actor rank 0 starts one"
+            ) from error
+
+    def _source(self) -> ShardSource | None:
+        return None if self._way == "stream" else self._sources.source(self._options, direct=self._way == "direct")[0]
+
+    def leave(self) -> None:
+        """Leave the coordinator as an actor rank, and free what it published. The next update joins again."""
+        self._sender.leave()
 
     def finalize(self) -> None:
-        """Leave the coordinator, as a rollout rank. Actor ranks stay joined for the next update.
+        """Leave the coordinator, as a rollout rank that received tensors. The others stay joined for the next update.
 
         verl calls this after an update in which no rank raised, and before it resumes the replicas.
 
@@ -164,35 +308,43 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._failure:
             raise RoundFailed(f"{self._about['name']} did not receive all weights, so verl must not resume it: {self._failure}")
 
-    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> dict[str, float]:
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None, calls: EngineCalls | None = None
+    ) -> dict[str, float]:
         """Bring ``weights`` from an actor rank to all rollout ranks of this update: see :meth:`StreamSender.send`.
 
         Where shards travel, ``weights`` are not iterated over: nothing is gathered.
         """
-        if self._manifest is not None:
-            try:
-                result = await self._sender.send(None, self._meeting, global_steps)
-            except WeightSyncError as error:
+        whole = whole_weights(weights) if self._way == "stream" else None
+        number = None if whole is not None else self._number
+        try:
+            result = await self._sender.send(whole, self._meeting, global_steps, number, calls)
+        except WeightSyncError as error:
+            if whole is None:
                 await asyncio.to_thread(self._sender.leave)  # the next update may stream, if another rank cannot publish shards
                 if isinstance(error, ConfigurationError):  # this rank holds other tensors now
-                    self._source = None
-                raise
-        else:
-            walk = Walk(weights)
-            result = await self._sender.send(walk, self._meeting, global_steps)
-            if self._wants_shards:
-                self._source = walk.source(self._options)
-                self._wants_shards = self._source is not None
+                    self._sources.forget()
+            raise
         if not self._is_master:
             return {}
+        verified = {replica.name: replica.verified for replica in result.replicas}
         return {
             "checkpoint_engine/version": float(result.version.number),
             "checkpoint_engine/seconds": result.seconds,
             "checkpoint_engine/payload_mbytes": result.nbytes / (1 << 20),
-            "checkpoint_engine/rollout_ranks": float(len(self._meeting.receivers)),
+            "checkpoint_engine/replicas" if self._way == "direct" else "checkpoint_engine/rollout_ranks": float(
+                len(self._meeting.receivers)
+            ),
+            "checkpoint_engine/installed": float(all(verified.get(name) == "installed" for name in self._meeting.receivers)),
         }
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    def receive_weights(self, global_steps: int | None = None) -> Any:  # noqa: ANN401 - one of two
+        """Return the tensors of one update, on a rollout rank; or the :class:`DirectUpdate` for weightsync's adapter."""
+        if self._way == "direct" and self._number is not None:
+            return DirectUpdate(self._number, self._meeting.seconds)
+        return self._received()
+
+    async def _received(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of one update, on a rollout rank. Each is lent until the next is requested.
 
         Tensors are on this process's accelerator, if there is one. If the update fails, the iteration ends early instead of

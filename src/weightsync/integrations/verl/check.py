@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from msgspec.structs import replace
 
 from weightsync.config import ClientSettings, token_source, variable
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations.engine_calls import plugin_release
 from weightsync.integrations.stream_options import server_settings
-from weightsync.releases import releases_tested
+from weightsync.releases import IN_CALL, check_interface, release_of, releases_tested, was_tested
 from weightsync.server.findings import Finding, ask_coordinator
 from weightsync.server.server import BackgroundServer
 
@@ -25,6 +26,7 @@ def findings() -> Iterator[Finding]:
     yield _ray()
     yield _entry_point()
     yield _registered()
+    yield _workers()
     yield _token()
     yield _coordinator()
 
@@ -75,6 +77,25 @@ def _registered() -> Finding:
         )  # fmt: skip
     why = f"{_left_out()} stops verl from loading it" if _left_out() else "this verl does not load plugins (0.9 does)"
     return Finding("backend", "limited", why, f"set {_LINE} and {_MODULE}")
+
+
+def _workers() -> Finding:
+    """Whether vLLM's workers can read the actor's shards."""
+    whole = "whole tensors travel, through verl's own adapter"
+    from verl.workers.rollout import base
+
+    if not str(getattr(base, "_ROLLOUT_REGISTRY", {}).get(("vllm", "async"))).startswith(_PLUGIN):
+        return Finding("vLLM", "limited", "this verl makes its own adapter for vLLM (0.9 makes weightsync's)", whole)
+    release = release_of("vllm")
+    try:
+        if release is None:
+            raise ConfigurationError("not installed in this environment")
+        plugin_release()
+        check_interface("vllm", IN_CALL)
+    except ConfigurationError as error:
+        return Finding("vLLM", "limited", str(error), whole)
+    tested = "" if was_tested("vllm", release) else f" (tested: {releases_tested('vllm')})"
+    return Finding("vLLM", "ok", f"{release}{tested}: its workers read the actor's shards, where the model allows it")
 
 
 def _takes_a_module() -> bool:

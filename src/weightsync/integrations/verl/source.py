@@ -1,0 +1,122 @@
+"""What an actor rank publishes: the parameters of its training engine, under the names of the rollout's checkpoint.
+
+verl gives a checkpoint engine a generator of whole tensors, and its training engine to one backend of its own only. The training
+engine is found where verl makes our object (:func:`training_engine`), so nothing of verl is replaced. Its parameters take the
+place of the generator only if they are the checkpoint's tensors: verl may also merge adapters or quantize while it sends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from weightsync.engines.hf_checkpoint import checkpoint_of
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations.megatron import hf_state
+from weightsync.integrations.stream_options import Options
+from weightsync.integrations.stream_ranks import ShardSource
+from weightsync.model import Manifest
+from weightsync.tensors.shards import ShardedState, shards_of, torch_dtype
+
+
+def training_engine() -> Any:  # noqa: ANN401 - verl's
+    """Return the training engine of the actor worker in whose ``init_model`` this is called; ``None`` outside of one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        engine = getattr(getattr(frame.f_locals.get("self"), "actor", None), "engine", None)
+        if hasattr(engine, "get_per_tensor_param"):
+            return engine
+        frame = frame.f_back
+    return None
+
+
+def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Walk verl's generator.
+
+    Raises:
+        ConfigurationError: On all ranks: the weights are the frozen base of adapters that verl does not send.
+    """
+    for name, tensor in weights:
+        if ".base_layer." in name:
+            raise ConfigurationError(
+                f"verl sends {name}, the frozen base of a LoRA adapter, and never the adapter: the rollout would serve the "
+                "base model for the whole run. Set actor_rollout_ref.model.lora.merge=True"
+            )
+        yield name, tensor
+
+
+class EngineShards:
+    """What can be published of one training engine. Looked at again only if it has another module."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - verl's, or None
+        self._engine = engine
+        self._module: object = None
+        self._made: dict[bool, tuple[ShardSource, Manifest] | WeightSyncError] = {}
+
+    def forget(self) -> None:
+        """Look at the engine again the next time."""
+        self._made.clear()
+
+    def source(self, options: Options, *, direct: bool) -> tuple[ShardSource, Manifest]:
+        """Return the source, the same object as long as the engine's module is the same, and its manifest.
+
+        Args:
+            options: The user's.
+            direct: Whether the rollout's engines take it: then in the dtypes of their checkpoint, by any transport.
+
+        Raises:
+            WeightSyncError: The parameters are not what the rollout takes. The message says why.
+        """
+        if self._module is not getattr(self._engine, "module", None):
+            self._made.clear()
+        if direct not in self._made:
+            self._module = getattr(self._engine, "module", None)
+            try:
+                self._made[direct] = self._make(options, direct)
+            except WeightSyncError as error:
+                self._made[direct] = error
+        made = self._made[direct]
+        if isinstance(made, WeightSyncError):
+            raise made
+        return made
+
+    def _make(self, options: Options, direct: bool) -> tuple[ShardSource, Manifest]:
+        engine = self._engine
+        state = _state(engine)
+        buffers = isinstance(state, torch.nn.Module)
+        own = shards_of(state, include_buffers=buffers)[0]
+        model = engine.model_config
+        checkpoint = checkpoint_of(model.local_path, None, model.hf_config).manifest
+        wanted = {name: torch_dtype(spec.dtype) for spec in checkpoint for name in spec.names}
+        dtypes = {spec.name: wanted.get(spec.name, torch_dtype(spec.dtype)) for spec in own}
+        manifest = shards_of(state, dtype=dtypes, include_buffers=buffers)[0]
+        checkpoint.check_same(manifest, "the training engine")
+        if direct:
+            return ShardSource(state, dtypes, options.transports), manifest
+        as_asked = options.dtypes({spec.name: torch.empty(0, dtype=torch_dtype(spec.dtype)) for spec in own})
+        return ShardSource(state, as_asked, options.shard_transports()), shards_of(state, dtype=as_asked, include_buffers=buffers)[
+            0
+        ]
+
+
+def _state(engine: Any) -> torch.nn.Module | ShardedState:  # noqa: ANN401 - verl's
+    if engine is None:
+        raise ConfigurationError("verl does not show its training engine")
+    module = getattr(engine, "module", None)
+    if getattr(engine, "peft_cls", None) is not None or hasattr(module, "peft_config"):
+        raise ConfigurationError("adapters are merged while verl sends the weights")
+    if getattr(engine, "_qat_enabled", False):
+        raise ConfigurationError("weights are quantized while verl sends them")
+    if getattr(engine, "is_param_offload_enabled", False):
+        from verl.utils.device import get_device_name  # verl's own engines move their parameters so
+
+        engine.to(get_device_name(), model=True, optimizer=False, grad=False)
+    if isinstance(module, FSDPModule):
+        return module  # type: ignore[return-value]  # a class that FSDP2 makes of the module's own
+    if not isinstance(module, list):
+        raise ConfigurationError("the model is sharded by neither FSDP2 (actor.strategy=fsdp2) nor Megatron")
+    return hf_state(module, config=engine.model_config.hf_config, bridge=engine.bridge)

@@ -36,6 +36,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int = 2
     masters: bool = False
     """Whether trainer ranks hold float32, published as bfloat16."""
+    changed: float = 1.0
+    """The share of words that each round after the first changes. Below one, the trainer publishes with ``deltas``."""
 
     def floor(self, manifest: Manifest, local: float, peer: float) -> tuple[float, int, int]:
         """Compute the time that moving the bytes takes at least, for the slowest rank.

@@ -52,7 +52,7 @@ class _GpuTrainerRank:
 
     def __init__(self, job: Job, rank: int) -> None:
         self._rank, self._world, self._device = rank, len(job.on), job.on[rank]
-        self._transport, self._dtype = job.transport, torch.bfloat16 if job.masters else None
+        self._transport, self._dtype, self._changed = job.transport, torch.bfloat16 if job.masters else None, job.changed
         torch.cuda.set_device(self._device)
         # The mesh is never used for communication, so a fake process group is sufficient.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -78,15 +78,21 @@ class _GpuTrainerRank:
     def join(self, url: str, token: str) -> dict[str, Any]:
         started = time.perf_counter()
         self._trainer = Trainer(
-            self._state, url, token=token, rank=self._rank, world_size=self._world, transports=[self._transport], dtype=self._dtype
-        )
+            self._state, url, token=token, rank=self._rank, world_size=self._world, transports=[self._transport], dtype=self._dtype,
+            deltas=self._changed < 1,
+        )  # fmt: skip
         return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
 
     def change(self, version: int) -> None:
-        """Fill all weights with random bits."""
+        """Fill all weights with random bits, or change some of the published words."""
         torch.manual_seed(version * 1000 + self._rank)
         for part in self._local:
-            part.view(torch.int16).random_(-32768, 32767)
+            if version == 0 or self._changed == 1:
+                part.view(torch.int16).random_(-32768, 32767)
+                continue
+            words = part.view(torch.int32 if part.itemsize == 4 else torch.int16)
+            some = torch.rand(words.shape, device=words.device) < self._changed
+            words ^= some.to(words.dtype) << (8 * (part.itemsize - 2))
         torch.cuda.synchronize()
 
     def train(self, seconds: float) -> None:

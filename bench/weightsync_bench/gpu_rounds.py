@@ -88,12 +88,15 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
     whole = job.delivery == "direct" or len(job.to) == 1
     if replica["verified"] != ("installed" if whole else "received"):
         raise RoundFailed(f"the round was not verified: {replica}")
+    if version and job.changed < 1 and replica["base"] != version - 1:
+        raise RoundFailed(f"all bytes moved, not only what changed: {replica}")
     parts, phases = replica["parts"], replica["phases"]
     data = sum(parts[name] for name in ("receive", "load", "digest") if name in parts)
     seconds = {
         "publish": max(trainer["ended"] for trainer in published) - min(trainer["begun"] for trainer in published),
         "place": result["phases"]["place"],
         "agree": phases["agree"],
+        "stage": phases.get("stage", 0.0),
         "pause_to_resume": max(engine["resumed"] for engine in ended) - min(engine["paused"] for engine in ended),
         "pause_to_resume_at_coordinator": replica["paused_seconds"],
         **{phase: phases[phase] for phase in ("pause", "move", "verify", "commit")},
@@ -103,7 +106,7 @@ def _round(job: Job, trainers: Sequence[Peer], engines: Sequence[Peer], version:
         **{f"agree_{name}": max(engine["times"].get(name, 0.0) for engine in ended) for name in ended[0]["times"]},
     }
     sizes = {name: float(max(engine[name] for engine in ended)) for name in ("table_bytes", "staging_bytes")}
-    return {name: round(1000 * value, 3) for name, value in seconds.items()} | sizes
+    return {name: round(1000 * value, 3) for name, value in seconds.items()} | sizes | {"bytes": float(replica["nbytes"])}
 
 
 def run_gpu_case(job: Job, rates: Rates, rounds: int, note: Callable[[str], None]) -> GpuCase:

@@ -58,6 +58,13 @@ class Architecture(StrEnum):
     qwen2 = "qwen2"
 
 
+class OptimizerChoice(StrEnum):
+    """How the demo can optimize."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
 class Part(StrEnum):
     """Which part of the demo runs here."""
 
@@ -86,6 +93,12 @@ def demo(
     model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
     pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
+    optimizer: Annotated[OptimizerChoice, typer.Option(help="AdamW, or Muon for the layers' matrices.")] = OptimizerChoice.adamw,
+    learning_rate: Annotated[float, typer.Option(help="Of the optimizer.")] = 4e-3,
+    deltas: Annotated[
+        bool,
+        typer.Option("--deltas", help="Train float32 weights, publish bfloat16, move only what changed; all to the last replica."),
+    ] = False,
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill a replica, a trainer rank and the coordinator in the middle of rounds.")
     ] = False,
@@ -139,7 +152,8 @@ def demo(
         trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
-        pause_mode=pause_mode.value, kill=kill,
+        pause_mode=pause_mode.value, optimizer="muon" if optimizer is OptimizerChoice.muon else "adamw",
+        learning_rate=learning_rate, deltas=deltas, kill=kill,
         store=None if store is None else str(store.resolve()), kill_trainer=kill_trainer,
         seed=seed, timeout=timeout, json=json, token_file=token_file,
         coordinator=coordinator, role=role.value,

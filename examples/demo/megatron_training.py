@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from examples.demo.models import CONTEXT
 from examples.demo.oracle import write_checkpoint
 from examples.demo.records import Order
-from examples.demo.training import BETAS, RATE, batches
+from examples.demo.settings import RATE, OptimizerName
+from examples.demo.training import BETAS, batches
 from weightsync.integrations.megatron import hf_state
 
 __all__ = ["MegatronTraining"]
@@ -38,7 +39,16 @@ class MegatronTraining:
 
     dtype = torch.bfloat16
 
-    def __init__(self, model: PreTrainedModel, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seed: int,
+        epoch: int,
+        *,
+        rate: float = RATE,
+        optimizer: OptimizerName = "adamw",
+        masters: bool = True,
+    ) -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
         torch.cuda.Stream = torch.cuda.Event = _Nothing  # type: ignore[misc,assignment]
         CudaRNGStatesTracker.fork = lambda self, *_, **__: nullcontext()
@@ -47,7 +57,7 @@ class MegatronTraining:
         self._hf = hf = model.config
         self._model = _build(hf)
         self.state = hf_state(self._model, config=hf)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, betas=BETAS, weight_decay=0.0)
         self._batches = batches(seed, 0, epoch)  # all ranks hold parts of one model
 
     def step(self) -> float:

@@ -27,14 +27,15 @@ def checkpoint_path(directory: Path, version: Order) -> Path:
     return directory / f"version-{epoch}-{number:05d}.safetensors"
 
 
-def save_checkpoint(model: PreTrainedModel, directory: Path, version: Order) -> None:
-    """Gather the whole model on rank 0 with torch's checkpoint API and save it there. Every rank calls this."""
+def save_checkpoint(model: PreTrainedModel, directory: Path, version: Order, dtype: torch.dtype | None = None) -> None:
+    """Gather the whole model on rank 0 with torch's checkpoint API and save it there, as ``dtype``. Every rank calls this."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.is_initialized() and dist.get_rank():
         return
     if model.config.tie_word_embeddings:
         state.pop(_HEAD, None)  # safetensors stores no tensor twice
-    write_checkpoint({name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}, directory, version)
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    write_checkpoint({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, directory, version)
 
 
 def write_checkpoint(tensors: Mapping[str, torch.Tensor], directory: Path, version: Order) -> None:

@@ -20,9 +20,13 @@ Role = Literal["all", "trainer", "replica", "client"]
 Architecture = Literal["llama", "qwen2"]
 EngineName = Literal["transformers", "vllm"]
 TrainerName = Literal["fsdp", "megatron"]
+OptimizerName = Literal["adamw", "muon"]
 
 KILLED = ("replica", "trainer", "coordinator")
 """What ``--kill`` kills, one in the round of each version from the second on."""
+
+RATE = 4e-3
+"""The learning rate, unless another one is given."""
 
 _MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
@@ -47,6 +51,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Architecture = "llama"
     tied: bool = True
     pause_mode: PauseMode = "keep"
+    optimizer: OptimizerName = "adamw"
+    """``muon`` for matrices, with AdamW for the rest."""
+    learning_rate: float = RATE
+    deltas: bool = False
+    """Float32 weights at the trainer, published in bfloat16, of which only changed words cross; all bytes to the last replica."""
     kill: bool = False
     """Kill a replica, a trainer rank and the coordinator, each in the middle of a round, and start them again."""
     store: str | None = None
@@ -81,6 +90,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("delivery", Delivery),
             ("engine", EngineName),
             ("pause_mode", PauseMode),
+            ("optimizer", OptimizerName),
             ("role", Role),
         ):
             if getattr(self, name) not in get_args(kind):
@@ -98,7 +108,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError("--trainer megatron needs megatron-core: pip install 'weightsync[megatron]'")
             if self.trainer_ranks > 2:
                 raise ConfigurationError("--trainer megatron cuts the model's two key/value heads: at most --trainer-ranks 2")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigurationError(f"--learning-rate must be between 0 and 1, not {self.learning_rate}")
+        if self.trainer == "megatron" and (self.optimizer != "adamw" or self.deltas):
+            raise ConfigurationError("--optimizer and --deltas need --trainer fsdp")
+        if self.deltas and (self.engine != "transformers" or self.delivery == "streamed"):
+            raise ConfigurationError("--deltas needs direct delivery, and --engine transformers")
         if self.kill:
+            if self.deltas or self.optimizer != "adamw":
+                raise ConfigurationError(
+                    "--kill resumes from bfloat16 checkpoints with AdamW's state: leave --deltas and --optimizer out"
+                )
             if self.engine != "transformers" or self.trainer != "fsdp" or self.role != "all" or self.coordinator is not None:
                 raise ConfigurationError("--kill needs every process on this machine, --trainer fsdp and --engine transformers")
             if self.versions <= len(KILLED):

@@ -42,15 +42,16 @@ def main(argument: str) -> int:
         else:
             from examples.demo.megatron_training import MegatronTraining as Training  # type: ignore[assignment]
         directory = Path(mine.directory)
-        training = Training(model, wish.seed, mine.epoch)
+        training = Training(model, wish.seed, mine.epoch, rate=wish.learning_rate, optimizer=wish.optimizer, masters=wish.deltas)
         version, left = 0, wish.versions
         if mine.resume is not None:
             training.resume(directory, mine.resume)
             version = mine.resume[1]
             left -= version
         with Trainer(
-            training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports, new_epoch=mine.resume is not None
-        ) as trainer:
+            training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports, new_epoch=mine.resume is not None,
+            deltas=wish.deltas and 1 << 30,  # enough to list everything, so that the share of changed words is known
+        ) as trainer:  # fmt: skip
             parent.tell(Ready(f"trainer-{mine.rank}"))
             while left:
                 version += 1

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 
 from examples.demo.oracle import checkpoint_path, save_checkpoint
 from examples.demo.records import Order
+from examples.demo.settings import RATE, OptimizerName
 from examples.demo.tokenizer import build_tokenizer, token_stream
 from weightsync.model import FIRST_EPOCH
 
-__all__ = ["BETAS", "RATE", "Training", "batches", "shard_model"]
+__all__ = ["BETAS", "Training", "batches", "shard_model"]
 
 _SEQUENCE = 48
 _BATCH = 8
 _STREAM = 60_000
-RATE = 4e-3
 BETAS = (0.9, 0.95)
 
 
@@ -51,17 +51,39 @@ def batches(seed: int, rank: int, epoch: int = FIRST_EPOCH) -> Iterator[torch.Te
         yield torch.stack([text[start : start + _SEQUENCE] for start in starts.tolist()])
 
 
+def optimizers(model: PreTrainedModel, rate: float, name: OptimizerName) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or, with ``muon``, for those that are no hidden layer's matrix."""
+    everything = list(model.parameters())
+    matrices = [value for key, value in model.model.layers.named_parameters() if value.dim() == 2] if name == "muon" else []
+    taken = {id(value) for value in matrices}
+    rest = [value for value in everything if id(value) not in taken]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=rate, betas=BETAS, weight_decay=0.0)]
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0))
+    return made
+
+
 class Training:
-    """One rank's part of the training; every rank calls :meth:`step` and :meth:`save` equally often."""
+    """One rank's part of the training; every rank calls :meth:`step` and :meth:`save` equally often.
 
-    dtype = None
-    """What is published has the dtype of the parameters."""
+    With ``masters`` weights are float32, and published in bfloat16; otherwise they are bfloat16.
+    """
 
-    def __init__(self, model: PreTrainedModel, seed: int, epoch: int = FIRST_EPOCH) -> None:
-        self.model = self.state = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seed: int,
+        epoch: int = FIRST_EPOCH,
+        *,
+        rate: float = RATE,
+        optimizer: OptimizerName = "adamw",
+        masters: bool = False,
+    ) -> None:
+        self.model = self.state = model.float() if masters else model  # type: ignore[no-untyped-call]
+        self.dtype = torch.bfloat16 if masters else None
         shard_model(model)
         model.train()
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
+        self._optimizer, *self._more = optimizers(model, rate, optimizer)
         self.batches = batches(seed, dist.get_rank(), epoch)
 
     def step(self) -> float:
@@ -70,15 +92,16 @@ class Training:
         loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in (self._optimizer, *self._more):
+            optimizer.step()
+            optimizer.zero_grad()
         mean = loss.detach().float()
         dist.all_reduce(mean)
         return float(mean) / dist.get_world_size()
 
     def save(self, directory: Path, version: Order) -> None:
         """Save the oracle's checkpoint of ``version`` (see :func:`~examples.demo.oracle.save_checkpoint`)."""
-        save_checkpoint(self.model, directory, version)
+        save_checkpoint(self.model, directory, version, self.dtype)
 
     def save_optimizer(self, directory: Path, version: Order) -> None:
         """Save this rank's part of the optimizer's state beside the checkpoint of ``version``."""

@@ -163,11 +163,12 @@ def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[Order, str
     table.add_column("digest", no_wrap=True, min_width=16)
     table.add_column("tokens equal")
     for result in results:
+        changed = "" if result.changed is None else f" ({100 * result.changed:.2g} % changed)"
         for replica in sorted(result.replicas, key=lambda found: found.name):
             times = [f"{replica.phases[phase] * 1e3:.1f}" if phase in replica.phases else "-" for phase in PHASES]
             same = equal.get((result.version.order, replica.name))
             table.add_row(
-                label(result.version.order), replica.name, *times, size(replica.nbytes), rate(replica),
+                label(result.version.order) + changed, replica.name, *times, size(replica.nbytes), rate(replica),
                 f"{replica.paused_seconds * 1e3:.1f}", replica.digest or replica.state,
                 {True: "[green]yes", False: "[red]NO", None: "[red]not asked"}[same],
             )  # fmt: skip

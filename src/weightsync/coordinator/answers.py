@@ -32,8 +32,8 @@ def check_answer(rank: TrainerRank | EngineRank, message: Body, answer: Body) ->
         case Place() | DigestUnderKey(), Placed():
             source: PublishingRank | None = rank.source if isinstance(rank, EngineRank) else rank
             check_digests(rank.member, answer.digests, 0 if source is None else len(source.layout), "rows")
-            if answer.changed is not None and (source is None or (answer.changed.nbytes,) != source.layout.regions):
-                raise ProtocolError(f"{rank.member} lists changes of another region than its shards'")
+            if any(words.shards > (0 if source is None else len(source.layout)) for words in answer.changed):
+                raise ProtocolError(f"{rank.member} lists changes of more shards than it has")
         case PlaceWindow(), WindowPlaced():
             if len(answer.digests) != 8 * len(answer.parts) or not 0 <= answer.nbytes <= message.window_bytes:
                 raise ProtocolError(f"{rank.member} described a window of {answer.nbytes:,} bytes wrongly")

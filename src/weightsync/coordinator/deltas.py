@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightsync import failpoints
@@ -19,6 +19,7 @@ from weightsync.model import Version
 from weightsync.protocol.messages import Done, Resume, Revert, Stage, Staged
 
 _log = logging.getLogger(__name__)
+_MOST_BASES = 8  # that a trainer rank is asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,12 @@ class StagedDelta:
 
     base: Version
     nbytes: Mapping[str, int]
+
+
+def served_bases(replicas: Iterable[Replica], epoch: int) -> tuple[int, ...]:
+    """Numbers of the versions of this ``epoch`` that replicas serve: the newest of them."""
+    served = {replica.version.number for replica in replicas if replica.version is not None and replica.version.epoch == epoch}
+    return tuple(sorted(served, reverse=True)[:_MOST_BASES])
 
 
 async def stage(
@@ -43,8 +50,8 @@ async def stage(
     Raises:
         DeadlineExceeded: A rank did not answer in time. It was not paused.
     """
-    delta = placement.delta
-    if delta is None or replica.state != "loaded" or replica.version != delta.base or agreed.delivery != "direct":
+    delta = next((delta for delta in placement.deltas if delta.base == replica.version), None)
+    if delta is None or replica.state != "loaded" or agreed.delivery != "direct":
         return None
     try:
         asked = {}

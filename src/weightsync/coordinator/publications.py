@@ -28,6 +28,11 @@ class Delta:
     base: Version
     changed: dict[str, ChangedWords]
 
+    @property
+    def share(self) -> float:
+        """The part of all words that changed."""
+        return sum(each.changed for each in self.changed.values()) / max(sum(each.words for each in self.changed.values()), 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -38,8 +43,8 @@ class Placement:
     sessions: dict[str, str]
     live: bool = False
     """Whether part of it is a trainer rank's own memory, which is readable only during the publication."""
-    delta: Delta | None = None
-    """What changed since an earlier version; ``None`` if that is not listed."""
+    deltas: tuple[Delta, ...] = ()
+    """What changed since earlier versions, the last one first, where that is listed."""
 
 
 class Publications:
@@ -125,12 +130,14 @@ class Publications:
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
 
-    def delta(self, placed: Mapping[str, Placed]) -> Delta | None:
-        """What all trainer ranks list as changed, if it is since the same version, which was published here."""
-        changed = {member: answer.changed for member, answer in placed.items() if answer.changed is not None}
-        bases = {(words.epoch, words.number) for words in changed.values()}
-        base = self.published.get(bases.pop()) if len(changed) == len(placed) and len(bases) == 1 else None
-        return None if base is None else Delta(base, changed)
+    def deltas(self, placed: Mapping[str, Placed]) -> tuple[Delta, ...]:
+        """What all trainer ranks list as changed since the same versions, which were published here."""
+        lists: dict[tuple[int, int], dict[str, ChangedWords]] = {}
+        for member, answer in placed.items():
+            for words in answer.changed:
+                lists.setdefault((words.epoch, words.number), {})[member] = words
+        bases = sorted((order for order, changed in lists.items() if len(changed) == len(placed)), reverse=True)
+        return tuple(Delta(self.published[order], lists[order]) for order in bases if order in self.published)
 
     def publication_ended(self) -> None:
         """Drop a placement that is read in place, because the trainer now changes its memory."""

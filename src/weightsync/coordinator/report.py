@@ -162,6 +162,7 @@ def round_result(
     place_seconds: float,
     seconds: float,
     step: int | None = None,
+    changed: float | None = None,
 ) -> RoundResult:
     """Combine the results of all replicas into the result of the round."""
     error = shortfall(require, replicas)
@@ -180,4 +181,5 @@ def round_result(
         error=error and readable(error),
         ended=time.time(),
         step=step,
+        changed=changed,
     )

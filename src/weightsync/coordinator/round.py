@@ -26,7 +26,7 @@ import numpy.typing as npt
 from weightsync import failpoints
 from weightsync.coordinator.agreement import prepare, wait_for_background
 from weightsync.coordinator.answers import check_digests, unpacked
-from weightsync.coordinator.deltas import StagedDelta, reverted, stage
+from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
 from weightsync.coordinator.events import RoundStarted
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
@@ -111,7 +111,10 @@ async def conduct(
     failpoints.reached("round.end")
     seconds = asyncio.get_running_loop().time() - started
     results = [*(task.result() for task in ended), *context.absent()]
-    return round_result(context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step)
+    share = placement.deltas[0].share if placement.deltas else None
+    return round_result(
+        context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step, share
+    )
 
 
 async def _update_replica(context: RoundContext, report: Report, placing: Placing) -> None:
@@ -177,7 +180,7 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
     # What another replica serves is believed under a key only. Until the digests are there, this one serves on.
     keyed = None if source.replica is None else await context.keyed.draw(placement.version, attempt_deadline())
     staged = None
-    if source.replica is None and placement.delta is not None:
+    if source.replica is None and placement.deltas:
         with report.phase("stage"):  # in half of the time: the other half must suffice for all bytes
             staged = await stage(replica, engines, agreed, placement, _half(attempt_deadline()))
     async with _availability(context, report), out_of_service(context, report, engines) as serves:
@@ -286,7 +289,8 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
         raise ConfigurationError("the trainer's tensors hold no bytes: nothing can be published")
     cover = await context.planner.cover(manifest, ranks, limit)
     context.publications.clear()
-    asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0)) for member in ranks}
+    bases = served_bases(context.replicas, context.epoch)
+    asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0), bases) for member in ranks}
     placed = await on_all("place", limit, context.trainers, asked, Placed)
     digests = _rows(placed)
     with span("sum"):
@@ -294,7 +298,7 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     version = Version(context.settings.run, context.number, manifest.fingerprint, fold(totals), context.epoch)
     live = any(rank.hello.live for rank in ranks.values())
     sessions = {member: rank.hello.session for member, rank in ranks.items()}
-    placement = Placement(version, totals, sessions, live, context.publications.delta(placed))
+    placement = Placement(version, totals, sessions, live, context.publications.deltas(placed))
     context.publications.hold(placement)
     return placement, asyncio.get_running_loop().time() - started
 

@@ -15,8 +15,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
-from weightsync.engine.fill.host_direct import HostDirect
-from weightsync.engine.fill.staged_changes import StagedChanges
+from weightsync.engine.fill.staged_changes import DirectFiller, StagedChanges
 from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.lora_role import LoraRole
@@ -103,9 +102,9 @@ class EngineRole(SessionFront):
         self._served: ServedWeights | None = None
         self._staged: StagedChanges | None = None
         """What the next move applies, or the last one has applied."""
-        self._moved: tuple[PlanFiller, Filled] | None = None
-        """What was moved and is not committed, where its digests are those of the parameters."""
-        self._installed: tuple[Version, PlanFiller, Filled] | None = None
+        self._moved: tuple[str, Filled] | None = None
+        """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
+        self._installed: tuple[Version, str, Filled] | None = None
         """What this rank serves, as it installed it: the base of changes."""
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw))
         self._handlers |= {
@@ -127,8 +126,8 @@ class EngineRole(SessionFront):
         """The most that a plan may ask for as one staging bucket (the largest tensor, if that is more)."""
         self._fill_context = FillContext(
             engine=self.session, manifest=self.manifest, transports=self.transports, host=here, staging_device=self._staging_on,
-            bucket_bytes=self.bucket_bytes, buffers=buffers, encrypted=encrypted, rank=rank, check_memory=self._check_memory,
-            progress=progress,
+            bucket_bytes=self.bucket_bytes, bounded=bucket_bytes is not None, buffers=buffers, encrypted=encrypted, rank=rank,
+            check_memory=self._check_memory, progress=progress,
         )  # fmt: skip
         self.loras = LoraRole(adapter, member, lambda: self.session.serving, self._fill_context)
 
@@ -303,22 +302,23 @@ class EngineRole(SessionFront):
         """Read what changed while the engine serves. A rank that cannot raises, and all bytes are moved."""
         filler, installed = self._plan_filler("a delta"), self._installed
         self._staged = None
-        if not isinstance(filler, HostDirect) or filler.changes is None or self.session.sleeps:
-            raise ConfigurationError("only parameters that stay where they are, in host memory, take changes")
-        if installed is None or self.session.served_version != body.base or installed[:2] != (body.base, filler):
+        if not isinstance(filler, DirectFiller) or filler.changes is None or self.session.sleeps:
+            raise ConfigurationError("only parameters that stay where they are, and that are written directly, take changes")
+        if installed is None or self.session.served_version != body.base or installed[:2] != (body.base, filler.layout.digest):
             raise StaleSource(f"it is not known what {self.session.member} has installed of version {body.base}")
         shards = self.session.shards("follow")
         if shards is None or not self._unmoved(shards, None):
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {body.base}")
         failpoints.reached("engine.stage")
-        with span("audit"):
-            if not np.array_equal(filler.digests(), installed[2].digests):
-                self._installed = None
-                raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
-        staged = self._staged = filler.changes.read(filler, body, installed[2].digests, shards, deadline)
-        self.session.check_abort()  # an abort that came before did not reach it
-        with span("digest"):
-            digests = staged.predict()
+        with filler.changes.beside():
+            with span("audit"):
+                if not np.array_equal(filler.digests(deadline), installed[2].digests):
+                    self._installed = None
+                    raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
+            staged = self._staged = filler.changes.read(filler, body, installed[2].digests, shards, deadline)
+            self.session.check_abort()  # an abort that came before did not reach it
+            with span("digest"):
+                digests = staged.predict(deadline)
         failpoints.reached("engine.staged")
         return Staged(staged.nbytes, digests.astype("<u8").tobytes())
 
@@ -331,7 +331,7 @@ class EngineRole(SessionFront):
             shards = self.session.shards("follow")
             if shards is None or not Views([shard.tensor for shard in staged.shards]).are_of([shard.tensor for shard in shards]):
                 raise PlanMismatch(f"the parameters of {self.session.member} are elsewhere, and need not hold version {body.base}")
-            staged.revert()
+            staged.revert(deadline)
         failpoints.reached("engine.reverted")
 
     def _commit(self, body: Commit, deadline: Deadline) -> None:
@@ -362,11 +362,11 @@ class EngineRole(SessionFront):
                 filler = self._follow_memory(filler, deadline, "follow")
                 nbytes, staged = filler.nbytes, self._staged
                 if body.staged and staged is not None and staged.is_for(body.number, filler):
-                    nbytes, filled = staged.nbytes, staged.apply()
+                    nbytes, filled = staged.nbytes, staged.apply(deadline)
                 else:  # what is staged is for memory that the parameters have left
                     self._staged = None
                     filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
-        self._moved = (filler, filled) if filled.verified == "installed" and not body.key else None
+        self._moved = (filler.layout.digest, filled) if filled.verified == "installed" and not body.key else None
         failpoints.reached("engine.moved")
         return _moved(nbytes, filled)
 

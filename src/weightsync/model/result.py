@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from weightsync.errors import few
@@ -84,6 +86,8 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest phase of any rank, and that rank; ``None`` if the round was not traced."""
     transports: dict[str, int] = {}
     """Bytes read by each transport; empty if the round was not traced."""
+    changed: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    """The part of all words that differ from the version before; ``None`` where the trainer does not list them."""
 
     @property
     def updated(self) -> tuple[ReplicaResult, ...]:
@@ -119,6 +123,7 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "weightsync/staleness_max": float(max((replica.staleness for replica in self.replicas), default=0)),
             "weightsync/replicas_ok": float(len(self.updated)),
             "weightsync/replicas_failed": float(len(self.missed)),
+            **({} if self.changed is None else {"weightsync/changed_share": self.changed}),
         }
 
     def __str__(self) -> str:
@@ -129,10 +134,11 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
         failed = few((f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed), _SHOWN, "; ")
+        changed = "" if self.changed is None else f" ({100 * self.changed:.3g} % of the words changed)"
         rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(
             (
-                f"round {self.round}, version {self.version}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
+                f"round {self.round}, version {self.version}{changed}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
                 f"{len(self.replicas)} replicas, {_size(self.nbytes)} in {self.seconds:.3f} s{rate}, "
                 f"longest pause {milliseconds(self.longest_pause)}{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",

@@ -15,23 +15,30 @@ _Many = msgspec.Meta(max_length=1 << 20)
 
 
 class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a trainer rank's region lists its words that differ from those of a version before, the *base*.
+    """Where a trainer rank lists its words that differ from those of a version before, the *base*.
 
-    See :mod:`weightsync.tensors.changes`. Offsets are bytes from the beginning of the region.
+    See :mod:`weightsync.tensors.changes`. Offsets are bytes from the beginning of ``region``, one of the rank's.
     """
 
     epoch: _Epoch
     """Epoch of the base."""
     number: _Number
     """Number of the base."""
-    nbytes: _Number
-    """Bytes of the rank's shards, at the beginning of the region."""
-    ends: _Number
-    """Offset of the ends of the lists."""
+    region: _Number
+    sections: _Number
+    """Offset of the description of the sections."""
+    shards: _Number
+    """Number of sections."""
+    counts: _Number
+    """Offset of the counts."""
     payload: _Number
     """Offset of the lists."""
+    units: _Number
+    """4-byte units of the lists."""
+    changed: _Number
+    """Words that changed, for display."""
     words: _Number
-    """Words of the lists."""
+    """Words of the rank's shards, for display."""
 
 
 class Stage(Message, frozen=True):

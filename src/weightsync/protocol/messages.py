@@ -184,10 +184,10 @@ class Place(Message, frozen=True):
     """
 
     number: _Number
-    epoch: _Epoch = FIRST_EPOCH
-    """Epoch of ``number``. A trainer rank reports it when it reconnects."""
+    epoch: _Epoch = FIRST_EPOCH  # a trainer rank reports it when it reconnects
     call: _Call = 0
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
+    bases: Annotated[tuple[_Number, ...], _Few] = ()  # served by replicas, which want to know what changed since then
 
 
 class Placed(Message, frozen=True):
@@ -195,7 +195,7 @@ class Placed(Message, frozen=True):
 
     digests: bytes
     seconds: Seconds
-    changed: ChangedWords | None = None  # if the rank lists them, and they are few enough
+    changed: Annotated[tuple[ChangedWords, ...], _Few] = ()  # since earlier versions, where that is listed
 
 
 class DigestUnderKey(Message, frozen=True):

@@ -11,11 +11,14 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
+from weightsync.publishing.device_copy import room_for_copy
+from weightsync.publishing.listed_changes import DeviceLists
+from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard
 from weightsync.tensors.digest import DigestConstants
 from weightsync.tensors.shards import Shard, ShardedState, checkpoint_name, dtype_name
 from weightsync.transports.base import Transport
-from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion
+from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion, OwnMemory
 from weightsync.transports.host.region import EMPTY
 
 State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
@@ -45,9 +48,12 @@ class InPlacePublisher:
 
     Every placing reads ``state`` again, so a parameter that was given other memory since (of the same shape, strides
     and dtype) is published where it is now.
+
+    With ``deltas`` (see :class:`~weightsync.publishing.listed_changes.ListedChanges`), a copy of the last version is kept on the
+    device, and changes are listed in one more region; :attr:`no_changes` says why not.
     """
 
-    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard]) -> None:
+    def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard], deltas: bool | int = False) -> None:
         device = device_of(shards)
         if device is None or device.type != "cuda":
             raise TransportUnavailable("shards that are not all on one CUDA device cannot be read in place")
@@ -58,8 +64,32 @@ class InPlacePublisher:
         self.layout: Layout = layout_by_shard(manifest, shards)
         self._digest = DeviceDigest(manifest, self.layout, device)
         self._digest.build(self._look())
-        self.region = CudaRegion(self.layout.regions, self.layout.digest, self._look, device.index)
+        self.changes: DeviceLists | None = None
+        self.no_changes: str | None = None
+        self._lists: OwnMemory | None = None
+        if deltas:
+            self._keep(manifest, deltas)
+        sizes = self.layout.regions if self._lists is None else (*self.layout.regions, self._lists.nbytes)
+        self.region = CudaRegion(sizes, self.layout.digest, self._regions, device.index)
         self._held = []
+
+    def _keep(self, manifest: Manifest, deltas: bool | int) -> None:
+        """Take memory for the last version and for lists, if the device has it."""
+        layout = self.layout
+        changes = DeviceLists(manifest, layout, deltas, len(layout.regions), 0, self._device)
+        sections = changes.sections
+        sizes = -(-sections.nbytes // 16) * 16
+        self._before = np.cumsum(sizes) - sizes
+        self.no_changes = room_for_copy(int(sizes.sum()) + changes.end + changes.working_bytes, self._device)
+        if self.no_changes is None:
+            self._last = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=self._device)
+            self._lists = OwnMemory(changes.end, self._device)
+            changes.use(self._lists.tensor)
+            self.changes = changes
+
+    def _regions(self) -> tuple[int, ...]:
+        addresses = self._look()
+        return addresses if self._lists is None else (*addresses, self._lists.address)
 
     def _look(self) -> tuple[int, ...]:
         """Where every shard is now. Keeps the tensors until :meth:`withdraw`, so that their memory is not reused meanwhile."""
@@ -72,7 +102,15 @@ class InPlacePublisher:
         Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
         :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
         """
-        return self._digest.take(self._now, deadline or Deadline(PLACING_SECONDS))
+        deadline = deadline or Deadline(PLACING_SECONDS)
+        if self.changes is not None:
+            wait_until_idle(self._device, deadline, f"waiting for work queued on {self._device} before looking for changes")
+            addresses = np.array(self._now, np.int64)[self.changes.sections.region]
+            with torch.cuda.device(self._device):
+                self.changes.start(self._before + self._last.data_ptr(), addresses)
+                self.changes.launch(0, len(addresses))
+                self.changes.finish(deadline)
+        return self._digest.take(self._now, deadline)
 
     def digests(self, constants: DigestConstants, deadline: Deadline) -> npt.NDArray[np.uint64]:
         """Digest every row of what was placed last, with ``constants``, as :meth:`place` does."""
@@ -83,6 +121,12 @@ class InPlacePublisher:
         if self.region.version != EMPTY:
             self.region.withdraw()
         self._held = []
+
+    def close(self) -> None:
+        """Withdraw, and free what was kept. Safe twice."""
+        self.region.close()
+        if self._lists is not None:
+            self._lists.free()
 
 
 class LiveShards:

@@ -19,10 +19,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host
 from weightsync.protocol.tokens import is_loopback
-from weightsync.publishing.device_copy import DeviceCopy, room_for_copy
-from weightsync.publishing.host_changes import HostChanges
+from weightsync.publishing.device_copy import PART_BYTES, DeviceCopy, room_for_copy
 from weightsync.publishing.host_copy import HostPublisher
 from weightsync.publishing.in_place import InPlacePublisher, obstacle_to_in_place
+from weightsync.publishing.listed_changes import DeviceLists, HostLists, ListedChanges
 from weightsync.publishing.publication import Publication
 from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of, wait_for_devices
@@ -72,8 +72,8 @@ class PublishedShards(Publication):
     ) -> None:
         super().__init__(transports, key, local_host, network)
         self._deltas = deltas
-        self.changes: HostChanges | None = None
-        """What lists the changes from one version to the next, if the region is in host memory and ``deltas`` asks for it."""
+        self.changes: ListedChanges | None = None
+        """What lists the changes from one version to the next, if ``deltas`` asks for it and there is memory."""
         followed = FollowedShards(state, dtype=dtype, include_buffers=include_buffers)
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
@@ -89,9 +89,9 @@ class PublishedShards(Publication):
         self._placer: HostPublisher | InPlacePublisher | DeviceCopy
         with ExitStack() as owned:
             reason = obstacle_to_in_place(self.manifest, shards, transports)
-            self._live = None if reason else InPlacePublisher(self.manifest, state, shards)
+            self._live = None if reason else InPlacePublisher(self.manifest, state, shards, deltas)
             if self._live is not None:
-                owned.callback(self._live.region.close)
+                owned.callback(self._live.close)
                 reason = self._publish(self._live.region, "cuda", owned)
                 if not self._publishers:
                     owned.close()
@@ -102,6 +102,9 @@ class PublishedShards(Publication):
             self._followed = None if self._live is not None else followed
             if self._live is not None:
                 self.layout, self.region, self._placer = self._live.layout, self._live.region, self._live
+                self.changes = self._live.changes
+                if self._live.no_changes is not None:
+                    _log.warning("this rank publishes no deltas, but whole versions: %s", self._live.no_changes)
             else:
                 self._shards = shards
                 self.layout = packed_layout(self.manifest, shards)
@@ -118,12 +121,22 @@ class PublishedShards(Publication):
         device, nbytes = device_of(self._masters), sum(self.layout.regions)
         if device is None or device.type != "cuda" or not any("cuda" in transport.traits.reads for transport in self._transports):
             return ""
-        reason = room_for_copy(nbytes, device)
+        reason, changes = room_for_copy(nbytes, device), None
+        if reason is None and self._deltas:
+            changes = DeviceLists(self.manifest, self.layout, self._deltas, 0, nbytes, device)
+            no_room = room_for_copy(changes.end + changes.working_bytes + PART_BYTES, device)
+            if self._write is not None:
+                no_room = "quantized weights are not compared on a GPU"
+            if no_room is not None:
+                _log.warning("this rank publishes no deltas, but whole versions: %s", no_room)
+                changes = None
         with ExitStack() as undo:
             if reason is None:
-                region = OwnCudaRegion(nbytes, self.layout.digest, device)
+                region = OwnCudaRegion(nbytes if changes is None else changes.end, self.layout.digest, device)
                 undo.callback(region.close)
-                placer = DeviceCopy(self.manifest, self._shards, self.layout, region, self._write)
+                if changes is not None:
+                    changes.use(region.memory)
+                placer = DeviceCopy(self.manifest, self._shards, self.layout, region, self._write, changes)
                 reason = self._publish(region, "cuda", undo)
             if not self._publishers:
                 _log.warning("this rank's shards are copied to host memory: %s", reason)
@@ -131,7 +144,7 @@ class PublishedShards(Publication):
             owned.push(undo.pop_all())
         if reason:
             _log.info("this rank's copy in GPU memory is not published by every transport: %s", reason)
-        self._placer, self.region = placer, region
+        self._placer, self.region, self.changes = placer, region, changes
         return None
 
     def _copy_on_host(self, reason: str, owned: ExitStack) -> None:
@@ -141,7 +154,7 @@ class PublishedShards(Publication):
                 f"{names} cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy in host memory"
             )
         nbytes = self.layout.regions[0] if self.layout.regions else 0
-        changes = HostChanges(nbytes, self._deltas) if self._deltas else None
+        changes = HostLists(self.manifest, self.layout, self._deltas) if self._deltas else None
         region = PublishedRegion(nbytes if changes is None else changes.end, self.layout.digest)
         owned.callback(region.close)
         self.changes = changes
@@ -175,7 +188,8 @@ class PublishedShards(Publication):
                 "this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer or weightsync.Engine"
             )
         if isinstance(self.region, OwnCudaRegion):
-            self._placer = DeviceCopy(manifest, shards, layout, self.region, self._write)
+            changes = self.changes if isinstance(self.changes, DeviceLists) else None
+            self._placer = DeviceCopy(manifest, shards, layout, self.region, self._write, changes)
         else:
             self._placer = HostPublisher(manifest, shards, layout, self._region_address, self._write)
         self._shards = shards
@@ -199,7 +213,7 @@ class PublishedShards(Publication):
         with self.region.placing(number):
             with span("digest" if self.in_place else "copy"):
                 digests = self._placer.place(stop, deadline)
-            if self.changes is not None and isinstance(self.region, PublishedRegion):
+            if isinstance(self.changes, HostLists) and isinstance(self.region, PublishedRegion):
                 with span("changes"):
                     self.changes.update(self.region.payload, stop)
             yield digests

@@ -59,6 +59,7 @@ COORDINATOR_METRICS = (
     Declared("round_seconds", "histogram", ("kind",), "Duration of a round; kind is publish or seed."),
     Declared("round_queue_seconds", "histogram", ("kind",), "Time that a round waited for earlier ones."),
     Declared("pause_seconds", "histogram", (), "Time for which a round paused a replica."),
+    Declared("changed_share", "gauge", (), "Part of all words that the last version changed; absent where they are not listed."),
     Declared(
         "phase_seconds", "histogram", ("party", "phase"),
         "Duration of a phase of a round, of the replica or the rank that took longest for it.",
@@ -158,6 +159,7 @@ class CoordinatorMetrics:
             return
         if result.ok:
             registry.set("last_success_timestamp_seconds", result.ended)
+        registry.replace("changed_share", [] if result.changed is None else [({}, result.changed)])
         if "place" in result.phases and not event.seeding:
             registry.observe("phase_seconds", result.phases["place"], party="coordinator", phase="place")
         for transport, nbytes in (result.transports or {"": result.nbytes}).items():

@@ -5,9 +5,12 @@ object     its tensors
 =========  ========================================================================================================================
 key frame  the rank's shards, where they are in its region. A shard that is a whole tensor has the tensor's name; a box of one has
            its bounds behind the name, as in ``model.embed_tokens.weight[0:1024, 0:512]``
-delta      ``ends`` and ``lists``: the words of the region that changed since the object before it, as in
-           :mod:`weightsync.tensors.changes`
+delta      ``ends`` and ``lists``: the words of the region that changed since the object before it
 =========  ========================================================================================================================
+
+A delta cuts the region into blocks of 8 KiB, and these into words of two bytes, whatever the dtypes. ``ends[block]`` is where the
+block's list ends, in words. A list has the n places of the words in the block, ascending, then their n values; or it is the block, where
+half of its words or more changed.
 
 Bytes between two shards are tensors, too, as the format allows no gaps: ``_padding.0``, ``_padding.1``.
 """
@@ -20,6 +23,7 @@ import msgspec
 
 from weightsync.model import Layout, Manifest, Version
 from weightsync.model.stored import STORED_BLOCK
+from weightsync.tensors.change_kernels import CHANGE_BLOCK
 
 SAFETENSORS_DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -29,6 +33,12 @@ SAFETENSORS_DTYPES = {
 """The format's name of each dtype, by torch's."""
 
 _LINE = 64
+
+
+def blocks_of(nbytes: int) -> int:
+    """Number of blocks of a region of ``nbytes``."""
+    return -(-nbytes // CHANGE_BLOCK)
+
 
 Entry = tuple[str, str, tuple[int, ...], int, int]
 """Name, dtype, shape, and the first and last byte of the data."""

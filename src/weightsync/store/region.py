@@ -16,11 +16,10 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
-from weightsync.store.containers import lists_offset
+from weightsync.store.containers import blocks_of, lists_offset
 from weightsync.store.fold_kernel import fold_changes
 from weightsync.store.objects import ObjectStore
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
-from weightsync.tensors.changes import blocks_of
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, ProtocolError, VersionError, WeightSyncError
+from weightsync.errors import Aborted, ProtocolError, StaleSource, VersionError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Layout, Manifest, Version
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
@@ -23,9 +23,10 @@ from weightsync.outcome import Latch
 from weightsync.protocol.messages import Body, ChangedWords, Done
 from weightsync.protocol.store_messages import ManifestStored, SignedManifest, StorePart
 from weightsync.store.catalog import collect_garbage, manifest_path, new_object_path
-from weightsync.store.containers import delta_header, key_header, lists_offset
+from weightsync.store.containers import blocks_of, delta_header, key_header, lists_offset
+from weightsync.store.fold_kernel import lists_of_region
 from weightsync.store.objects import ObjectStore
-from weightsync.tensors.changes import blocks_of
+from weightsync.tensors.changes import Sections
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +72,11 @@ class RankObjects:
         changed, shards = published.changed, published.payload[: self._layout.regions[0]]
         parts: tuple[Bytes, ...]
         if chain and changed is not None:
-            ends = blocks_of(changed.nbytes)
-            gap = np.zeros(lists_offset(ends) - 4 * ends, np.uint8)
-            parts = (published.payload[changed.ends :][: 4 * ends], gap, published.payload[changed.payload :][: 2 * changed.words])
-            header = delta_header(ends, changed.words, version, (changed.epoch, changed.number))
+            ends, lists = self._lists(published.payload, changed)
+            published.check()
+            gap = np.zeros(lists_offset(len(ends)) - ends.nbytes, np.uint8)
+            parts = (ends.view(np.uint8), gap, lists.view(np.uint8))
+            header = delta_header(len(ends), len(lists), version, (changed.epoch, changed.number))
         else:
             header, parts = key_header(self._manifest, self._layout, version), (shards,)
         path, hashes = new_object_path(version.run, version.order, self._rank), list[bytes]()
@@ -83,6 +85,23 @@ class RankObjects:
         failpoints.reached("store.object_written")
         nbytes = len(header) + sum(map(len, parts))
         return (*chain, StoredObject(path, "delta" if chain else "key", nbytes, len(header), b"".join(hashes)))
+
+    def _lists(self, payload: Bytes, changed: ChangedWords) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+        """Ends and lists of the region's blocks, of changes that are listed by shards."""
+        nbytes, sections = self._layout.regions[0], Sections.of(self._manifest, self._layout)
+        table = np.ascontiguousarray(np.stack([sections.offset, sections.nbytes, sections.word], axis=1))
+        ends, lists = np.zeros(blocks_of(nbytes), np.uint32), np.empty(nbytes // 2, np.uint16)
+        counts = payload[changed.counts :][: 2 * sections.blocks].copy()  # that no reader of them leaves the lists, if they change
+        units = int(sections.list_ends(counts.view(np.uint16))[-1])
+        if units != changed.units:
+            raise StaleSource("the region holds the changes of another version")
+        used = lists_of_region(
+            table.ctypes.data, len(table), counts.ctypes.data, payload[changed.payload :].ctypes.data, payload.ctypes.data, nbytes,
+            ends.ctypes.data, lists.ctypes.data,
+        )  # fmt: skip
+        if used < 0:
+            raise StaleSource("the region holds the changes of another version")
+        return ends, lists[:used]
 
     def confirm(self, version: Version, chain: tuple[StoredObject, ...] | None) -> None:
         """The manifest of ``version`` is in the store; without ``chain``, it is not, and the next object is a key frame."""
@@ -93,7 +112,7 @@ class RankObjects:
         if changed is None or self._confirmed is None or self._confirmed[0] != (changed.epoch, changed.number):
             return ()
         chain = self._confirmed[1]
-        deltas = sum(item.nbytes for item in chain[1:]) + 4 * blocks_of(changed.nbytes) + 2 * changed.words
+        deltas = sum(item.nbytes for item in chain[1:]) + 4 * blocks_of(self._layout.regions[0]) + 4 * changed.units
         return chain if len(chain) < self._every and deltas < chain[0].nbytes else ()
 
 

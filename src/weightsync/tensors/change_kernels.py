@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # numba compiles this file and infers its types. Only the exported functions declare their signatures.
 """Compiled loops over the words that changed. As in :mod:`weightsync.tensors.kernels`, they take addresses, not objects."""
 
@@ -10,236 +10,260 @@ import numpy as np
 from weightsync.tensors import intrinsics as raw
 
 CHANGE_BLOCK = 8192
-"""Bytes of a region whose changes are listed together, see :mod:`weightsync.tensors.changes`."""
+"""Bytes of a section whose changes are listed together, see :mod:`weightsync.tensors.changes`."""
 
-_TILE = 13  # columns of a tile table
+SECTION_COLUMNS = 4
+"""Columns of a table of sections: address of the words before, address of the words now, bytes, bytes of a word."""
+
+TILE_COLUMNS = 15
+"""Columns of a table of tiles, see :func:`weightsync.tensors.changes.change_tiles`."""
+
 _MASK = 4095  # of a word's position in a digest block
 
 
-@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64)")
-def find_changes(old: int, new: int, nbytes: int, ends: int, payload: int, capacity: int, stop: int) -> int:
-    """List the words of ``new`` that differ from ``old``, and make ``old`` equal to ``new``.
+@raw.inlined
+def list_of(count, word, size):
+    """Return whether a block is listed whole, where its values begin, and 4-byte units of the list, for ``count`` changed words."""
+    values = (2 * count + word - 1) // word * word
+    units = (values + count * word + 3) // 4
+    if units < (size + 3) // 4:
+        return False, values, units
+    return True, np.int64(0), (size + 3) // 4
+
+
+@raw.inlined
+def _load(address, index, word):
+    if word == 2:
+        return np.uint64(raw.load16(address, index))
+    if word == 4:
+        return np.uint64(raw.load32(address, index))
+    return np.uint64(raw.load8(address, index))
+
+
+@raw.inlined
+def _store(address, index, value, word):
+    if word == 2:
+        raw.store16(address, index, np.uint16(value))
+    elif word == 4:
+        raw.store32(address, index, np.uint32(value))
+    else:
+        raw.store8(address, index, np.uint8(value))
+
+
+@raw.inlined
+def _different(before, after, first, last, word, places, count):
+    # Append the places of the words first <= i < last that differ.
+    for i in range(first, last):
+        if _load(before, i, word) != _load(after, i, word):
+            raw.store16(places, count, np.uint16(i))
+            count += 1
+    return count
+
+
+@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def find_changes(sections: int, first: int, last: int, counts: int, payload: int, capacity: int, changed: int, stop: int) -> int:
+    """List the words that differ from those before, and make the words before equal to them.
 
     Args:
-        old: Address of the bytes before.
-        new: Address of as many bytes now.
-        nbytes: How many: a multiple of 8.
-        ends: Address of a ``uint32`` for each block: the words of ``payload`` that are used up to its end.
+        sections: Address of the table of sections.
+        first: First section.
+        last: End of the sections.
+        counts: Address of a ``uint16`` for each block of these sections: how many of its words changed.
         payload: Address of the lists, see :mod:`weightsync.tensors.changes`.
-        capacity: Words of ``payload``.
+        capacity: 4-byte units of ``payload``.
+        changed: Address of an ``int64`` for each of these sections: how many of its words changed.
         stop: Address of a byte. Once it is not zero, this returns early.
 
     Returns:
-        Words used; -1 if there is no room for more, -2 if it was stopped. ``old`` then equals ``new`` in part.
+        Units used; -1 if there is no room for more, -2 if it was stopped. The words before are then equal in part.
     """
-    used = np.int64(0)
-    for block in range(-(-nbytes // CHANGE_BLOCK)):
-        begin = block * CHANGE_BLOCK
-        size = min(np.int64(CHANGE_BLOCK), nbytes - begin)
-        before, after = old + begin, new + begin
-        if used + size // 2 > capacity:
-            return -1
-        if block & 31 == 0 and raw.stopped(stop) != 0:
-            return -2
-        places = payload + 2 * used
-        count = np.int64(0)
-        for line in range(0, size // 8, 8):
-            last = min(line + 8, size // 8)
-            differ = np.uint64(0)
-            for i in range(line, last):
-                differ |= raw.load64(before, i) ^ raw.load64(after, i)
-            if differ != 0:
-                for i in range(line, last):
-                    if raw.load64(before, i) != raw.load64(after, i):
-                        for word in range(4 * i, 4 * i + 4):
-                            if raw.load16(before, word) != raw.load16(after, word):
-                                # A block with many changes is copied whole: its places beyond half of its words are not needed.
-                                if 2 * count < size // 2:
-                                    raw.store16(places, count, np.uint16(word))
-                                count += 1
-        if 4 * count >= size:
-            raw.copy_bytes(places, after, size)
-            raw.copy_bytes(before, after, size)
-            used += size // 2
-        else:
+    used, number = np.int64(0), np.int64(0)
+    places = np.empty(CHANGE_BLOCK, np.uint16)
+    at = places.ctypes.data
+    for section in range(first, last):
+        row = sections + section * (8 * SECTION_COLUMNS)
+        old, new, nbytes, word = raw.int64(row, 0), raw.int64(row, 1), raw.int64(row, 2), raw.int64(row, 3)
+        total = np.int64(0)
+        for begin in range(0, nbytes, CHANGE_BLOCK):
+            if number & 31 == 0 and raw.stopped(stop) != 0:
+                return -2
+            size = min(np.int64(CHANGE_BLOCK), nbytes - begin)
+            before, after = old + begin, new + begin
+            quads, count = size // 8, np.int64(0)
+            for line in range(0, quads, 8):
+                end = min(line + 8, quads)
+                differ = np.uint64(0)
+                for i in range(line, end):
+                    differ |= raw.load64(before, i) ^ raw.load64(after, i)
+                if differ != 0:
+                    for i in range(line, end):
+                        if raw.load64(before, i) != raw.load64(after, i):
+                            count = _different(before, after, 8 * i // word, (8 * i + 8) // word, word, at, count)
+            count = _different(before, after, 8 * quads // word, size // word, word, at, count)
+            raw.store16(counts, number, np.uint16(count))
+            number += 1
+            total += count
+            if count == 0:
+                continue
+            whole, values, units = list_of(count, word, size)
+            if used + units > capacity:
+                return -1
+            to = payload + 4 * used
+            used += units
+            raw.store32(to, units - 1, np.uint32(0))  # what fills the last unit up
+            if whole:
+                raw.copy_bytes(to, after, size)
+                raw.copy_bytes(before, after, size)
+                continue
+            if values > 2 * count:
+                raw.store16(to, count, np.uint16(0))
+            raw.copy_bytes(to, at, 2 * count)
             for i in range(count):
-                word = np.int64(raw.load16(places, i))
-                value = raw.load16(after, word)
-                raw.store16(places, count + i, value)
-                raw.store16(before, word, value)
-            used += 2 * count
-        raw.store32(ends, block, np.uint32(used))
+                place = np.int64(places[i])
+                value = _load(after, place, word)
+                _store(to + values, i, value, word)
+                _store(before, place, value, word)
+        raw.put(changed, section - first, np.uint64(total))
+    return used
+
+
+@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def unite_changes(sections: int, last: int, steps: int, number: int, counts: int, payload: int, capacity: int, stop: int) -> int:
+    """List the words that changed in any of several steps, with the values that they have now.
+
+    Args:
+        sections: Address of the table of sections.
+        last: Number of sections.
+        steps: Address of an ``int64[number, 3]``: of each step, the addresses of its counts, of the first unit of each block's list
+            (``int64``), and of its lists.
+        number: Number of steps.
+        counts: Address of a ``uint16`` for each block.
+        payload: Address of the lists.
+        capacity: 4-byte units of ``payload``.
+        stop: Address of a byte. Once it is not zero, this returns early.
+
+    Returns:
+        As :func:`find_changes`.
+    """
+    used, block = np.int64(0), np.int64(0)
+    marks = np.zeros(CHANGE_BLOCK, np.uint8)
+    for section in range(last):
+        row = sections + section * (8 * SECTION_COLUMNS)
+        now, nbytes, word = raw.int64(row, 1), raw.int64(row, 2), raw.int64(row, 3)
+        for begin in range(0, nbytes, CHANGE_BLOCK):
+            if block & 31 == 0 and raw.stopped(stop) != 0:
+                return -2
+            size = min(np.int64(CHANGE_BLOCK), nbytes - begin)
+            words, some = size // word, False
+            for step in range(number):
+                of = steps + step * 24
+                count = np.int64(raw.load16(raw.int64(of, 0), block))
+                if count == 0:
+                    continue
+                some = True
+                whole, _, _ = list_of(count, word, size)
+                places = raw.int64(of, 2) + 4 * raw.int64(raw.int64(of, 1), block)
+                for i in range(words if whole else count):
+                    marks[i if whole else np.int64(raw.load16(places, i))] = 1
+            total = np.int64(0)
+            if some:
+                for i in range(words):
+                    total += marks[i]
+                whole, values, units = list_of(total, word, size)
+                if used + units > capacity:
+                    return -1
+                to = payload + 4 * used
+                used += units
+                raw.store32(to, units - 1, np.uint32(0))
+                if whole:
+                    raw.copy_bytes(to, now + begin, size)
+                elif values > 2 * total:
+                    raw.store16(to, total, np.uint16(0))
+                at = np.int64(0)
+                for i in range(words):
+                    if marks[i] != 0 and not whole:
+                        raw.store16(to, at, np.uint16(i))
+                        _store(to + values, at, _load(now + begin, i, word), word)
+                        at += 1
+                    marks[i] = 0
+            raw.store16(counts, block, np.uint16(total))
+            block += 1
     return used
 
 
 @raw.inlined
-def _changes_of(block, nbytes, ends):
-    # First word of a block's list, words of the list, words of the block.
-    first = np.int64(raw.load32(ends, block - 1)) if block > 0 else np.int64(0)
-    return first, np.int64(raw.load32(ends, block)) - first, min(np.int64(CHANGE_BLOCK), nbytes - block * CHANGE_BLOCK) // 2
-
-
-@raw.compiled("int64(int64, int64, int64, int64, int64, int64)")
-def mark_blocks(table: int, first: int, last: int, region: int, nbytes: int, marks: int) -> int:
-    """Set ``marks[block]`` (``uint8``) to 1 for each block from which the tiles ``first <= i < last`` of ``region`` read.
-
-    Returns:
-        The first tile that reads beyond ``nbytes``, or -1.
-    """
-    for tile in range(first, last):
-        row = table + tile * (8 * _TILE)
-        if raw.int64(row, 0) != region:
-            return tile
-        source, stride, rows, size = raw.int64(row, 1), raw.int64(row, 2), raw.int64(row, 5), raw.int64(row, 6)
-        if source < 0 or source + (rows - 1) * stride + size > nbytes:
-            return tile
-        for run in range(rows):
-            begin = source + run * stride
-            for block in range(begin // CHANGE_BLOCK, (begin + size - 1) // CHANGE_BLOCK + 1):
-                raw.store8(marks, block, np.uint8(1))
-    return -1
-
-
-@raw.compiled("int64(int64, int64, int64, int64, int64)")
-def check_changes(nbytes: int, ends: int, marks: int, at: int, payload: int) -> int:
-    """Check the lists of the marked blocks, which lie at word ``at[block]`` (``int64``) of ``payload``: places ascend and exist.
-
-    Returns:
-        The first block whose list is wrong, or -1.
-    """
-    for block in range(-(-nbytes // CHANGE_BLOCK)):
-        _, used, words = _changes_of(block, nbytes, ends)
-        if raw.load8(marks, block) == 0 or used == words:
-            continue
-        places = payload + 2 * raw.int64(at, block)
-        before = np.int64(-1)
-        for i in range(used // 2):
-            word = np.int64(raw.load16(places, i))
-            if word <= before or word >= words:
-                return block
-            before = word
-    return -1
-
-
-@raw.inlined
-def _first_from(places, count, word):
-    # Index of the first of ``count`` ascending places that is not before ``word``.
-    low, high = np.int64(0), count
-    while low < high:
-        middle = (low + high) >> 1
-        if np.int64(raw.load16(places, middle)) < word:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@raw.inlined
 def _share(value, byte, key, columns):
-    # What the byte ``value`` at byte ``byte`` of a tensor row adds to the row's digest.
+    # What ``value`` at byte ``byte`` of a tensor row adds to the row's digest.
     word = byte >> 2
     column = np.uint64(raw.load32(columns, word & _MASK))
-    return raw.factor(key + (word >> 12), columns) * (column * (np.uint64(value) << np.uint64(8 * (byte & 3))))
+    return raw.factor(key + (word >> 12), columns) * (column * (value << np.uint64(8 * (byte & 3))))
 
 
-@raw.inlined
-def _share_of_two(value, byte, key, columns):
-    # The same of two bytes, which are parts of two words if the first is the last byte of one.
-    if byte & 3 == 3:
-        return _share(value & 255, byte, key, columns) + _share(value >> 8, byte + 1, key, columns)
-    return _share(value, byte, key, columns)
-
-
-@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def apply_changes(
-    table: int,
-    first: int,
-    last: int,
-    nbytes: int,
-    ends: int,
-    at: int,
-    payload: int,
-    kept: int,
-    step: int,
-    out: int,
-    columns: int,
-    stop: int,
+    tiles: int, first: int, last: int, counts: int, at: int, payload: int, kept: int, step: int, out: int, columns: int, stop: int
 ) -> int:
     """Work on the targets of the tiles ``first <= i < last``, at those words of their source that changed.
 
     Args:
-        table: Address of the tile table. Its tiles read ``nbytes`` bytes of one region.
+        tiles: Address of the table of tiles.
         first: First tile.
         last: End of the tiles.
-        nbytes: Bytes of the source region.
-        ends: Address of the ends of the lists, as :func:`find_changes` wrote them.
-        at: Address of an ``int64`` for each block: the word of ``payload`` where its list lies.
-        payload: Address of the lists, which :func:`check_changes` has checked.
-        kept: Address of as many words: those that are replaced, each in the place of its successor's value.
-        step: 0 keeps what is in the target, and adds to ``out[row]`` what replacing it would add to the row's digest. 1 keeps it
-            and replaces it. 2 writes back what was kept. 3 adds what the target's difference from what was kept adds.
+        counts: Address of a ``uint16`` for each block of the source: how many of its words changed.
+        at: Address of an ``int64`` for each block: the 4-byte unit of ``payload`` where its list lies.
+        payload: Address of the lists. Not trusted in step 0, which checks them.
+        kept: Address of as many units: the words that are replaced, each in the place of its successor's value.
+        step: 0 keeps what is in the target, and adds to ``out[row]`` what replacing it would add to the row's digest. 1 replaces
+            it. 2 writes back what was kept. 3 adds what the target's difference from what was kept adds.
         out: Address of the digests, a ``uint64`` for each row of the target layout.
         columns: Address of the constants, see :class:`~weightsync.tensors.digest.DigestConstants`.
         stop: Address of a byte. Once it is not zero, this returns early.
 
     Returns:
-        Number of finished tiles.
+        Number of finished tiles; ``-1 - block`` if the list of that block is not in order, or names a word outside of it.
     """
     for tile in range(first, last):
         if raw.stopped(stop) != 0:
             return tile - first
-        row = table + tile * (8 * _TILE)
+        row = tiles + tile * (8 * TILE_COLUMNS)
+        begin, stride, rows, size = raw.int64(row, 0), raw.int64(row, 1), raw.int64(row, 4), raw.int64(row, 5)
+        section, nbytes, word = raw.int64(row, 12), raw.int64(row, 13), raw.int64(row, 14)
         total = np.uint64(0)
-        size = raw.int64(row, 6)
-        for run in range(raw.int64(row, 5)):
-            source = raw.int64(row, 1) + run * raw.int64(row, 2)
-            target = raw.int64(row, 3) + run * raw.int64(row, 4)
-            key = (raw.int64(row, 8) + run * raw.int64(row, 9)) * raw.int64(row, 12)
-            byte = raw.int64(row, 10) + run * raw.int64(row, 11)
-            for block in range(source // CHANGE_BLOCK, (source + size - 1) // CHANGE_BLOCK + 1):
-                _, used, words = _changes_of(block, nbytes, ends)
-                if used == 0:
+        for block in range(begin // CHANGE_BLOCK, (begin + (rows - 1) * stride + size - 1) // CHANGE_BLOCK + 1):
+            count = np.int64(raw.load16(counts, section + block))
+            if count == 0:
+                continue
+            room = min(np.int64(CHANGE_BLOCK), nbytes - block * CHANGE_BLOCK)
+            whole, behind, _ = list_of(count, word, room)
+            places = payload + 4 * raw.int64(at, section + block)
+            values, saved = places + behind, kept + 4 * raw.int64(at, section + block) + behind
+            before = np.int64(-1)
+            words = room // word if whole else count
+            for index in range(words):
+                place = index if whole else np.int64(raw.load16(places, index))
+                if step == 0:
+                    if place <= before or (place + 1) * word > room:
+                        return -1 - section - block
+                    before = place
+                byte = block * CHANGE_BLOCK + place * word - begin
+                run = np.int64(0)
+                if rows > 1 and byte >= 0:
+                    run = byte // stride
+                    byte -= run * stride
+                if byte < 0 or byte >= size or run >= rows:
                     continue
-                begin = block * CHANGE_BLOCK - source
-                low, high = max(-begin, np.int64(0)), min(size - begin, np.int64(CHANGE_BLOCK))
-                whole = used == words
-                count = words if whole else used // 2
-                places = payload + 2 * raw.int64(at, block)
-                behind = np.int64(0) if whole else count
-                values, saved = places + 2 * behind, kept + 2 * (raw.int64(at, block) + behind)
-                index = low >> 1 if whole else _first_from(places, count, low >> 1)
-                while index < count:
-                    place = 2 * (index if whole else np.int64(raw.load16(places, index)))
-                    if place >= high:
-                        break
-                    to, where = target + begin + place, byte + begin + place
-                    if place >= low and place + 2 <= high:
-                        now, value = raw.load16(to, 0), raw.load16(values, index)
-                        if step == 0:
-                            raw.store16(saved, index, now)
-                            total += _share_of_two(value, where, key, columns) - _share_of_two(now, where, key, columns)
-                        elif step == 1:
-                            raw.store16(saved, index, now)
-                            raw.store16(to, 0, value)
-                        elif step == 2:
-                            raw.store16(to, 0, raw.load16(saved, index))
-                        else:
-                            was = raw.load16(saved, index)
-                            total += _share_of_two(now, where, key, columns) - _share_of_two(was, where, key, columns)
-                    else:  # a piece of one-byte elements begins or ends within this word
-                        half = np.int64(1) if place < low else np.int64(0)
-                        now8, value8 = raw.load8(to, half), raw.load8(values, 2 * index + half)
-                        if step == 0:
-                            raw.store8(saved, 2 * index + half, now8)
-                            total += _share(value8, where + half, key, columns) - _share(now8, where + half, key, columns)
-                        elif step == 1:
-                            raw.store8(saved, 2 * index + half, now8)
-                            raw.store8(to, half, value8)
-                        elif step == 2:
-                            raw.store8(to, half, raw.load8(saved, 2 * index + half))
-                        else:
-                            was8 = raw.load8(saved, 2 * index + half)
-                            total += _share(now8, where + half, key, columns) - _share(was8, where + half, key, columns)
-                    index += 1
-        raw.put(out, raw.int64(row, 7), raw.load64(out, raw.int64(row, 7)) + total)
+                to = raw.int64(row, 2) + run * raw.int64(row, 3) + byte
+                now = _load(to, 0, word)
+                if step == 0:
+                    _store(saved, index, now, word)
+                if step == 1:
+                    _store(to, 0, _load(values, index, word), word)
+                elif step == 2:
+                    _store(to, 0, _load(saved, index, word), word)
+                else:
+                    key = (raw.int64(row, 7) + run * raw.int64(row, 8)) * raw.int64(row, 11)
+                    where = raw.int64(row, 9) + run * raw.int64(row, 10) + byte
+                    difference = _load(values, index, word) - now if step == 0 else now - _load(saved, index, word)
+                    total += _share(difference, where, key, columns)
+        raw.put(out, raw.int64(row, 6), raw.load64(out, raw.int64(row, 6)) + total)
     return last - first

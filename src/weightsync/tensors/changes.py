@@ -1,168 +1,399 @@
-r"""The words of a region that differ from those of an earlier version: how they are listed, found, checked and applied.
+r"""The words of a rank's shards that differ from those of an earlier version: how they are listed, found, checked and applied.
 
-A region is cut into blocks of 8 KiB, and these into words of two bytes, whatever the dtypes of the tensors in it. So no block and
-no word depends on where tensors begin. For each block there is a list of words (``uint16``, little-endian), and lists lie one after
-the other in a *payload*:
+The memory of a shard is a *section*. It is cut into blocks of 8 KiB, and these into words of the size of the shard's dtype, at most
+four bytes. Blocks are numbered through all sections. ``counts[block]`` (``uint16``) says how many words of the block changed, and
+for each block there is a list. Lists begin and end at 4-byte units, and lie one after the other, all little-endian:
 
 ===========================  =========================================================================================
 changed words of the block   its list
 ===========================  =========================================================================================
 none                         empty
-n, fewer than half of them   the n places of the words in the block, ascending; then their n values
-half of them or more         the block itself
+few                          the places of the words in the block (``uint16``), ascending; then their values, aligned to a word
+so many that a list of them  the block itself
+would be as long
 ===========================  =========================================================================================
 
-``ends[block]`` (``uint32``) is where the block's list ends, in words from the beginning of the payload. A list that is as long as
-its block is the block, because a list of places and values is always shorter. So the payload of a version in which everything
-changed is the version; a changed word takes four bytes otherwise, and each block four more.
+So a changed word of bfloat16 takes four bytes, one of float32 six, and each block two more. The lists of a version in which
+everything changed are the version itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError
-from weightsync.tensors.change_kernels import CHANGE_BLOCK, apply_changes, check_changes, find_changes, mark_blocks
+from weightsync.model import Layout, Manifest
+from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.digest import columns_address
 
 Stop = npt.NDArray[np.int8]
+Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-_NEAR = 32 << 10  # words between two lists that are read rather than skipped
+_NEAR = 256  # blocks between two that are read rather than skipped
+_MOST_REGIONS, _MOST_BYTES = 1 << 21, 1 << 42
 
 
-def blocks_of(nbytes: int) -> int:
-    """Number of blocks of a region of ``nbytes``."""
-    return -(-nbytes // CHANGE_BLOCK)
+def _list_units(counts: Int64, words: Int64 | int, sizes: Int64 | int) -> Int64:
+    """4-byte units of the lists of blocks of ``sizes`` bytes, of which ``counts`` words (of ``words`` bytes) changed."""
+    units: Int64 = ((2 * counts + words - 1) // words * words + counts * words + 3) // 4
+    return np.where(counts == 0, 0, np.minimum(units, (sizes + np.int64(3)) // 4))
+
+
+@dataclass(frozen=True, eq=False)
+class Sections:
+    """The shards of a rank, as regions of its memory: region, offset in it, bytes, and bytes of a word, ``int64[sections]`` each.
+
+    Raises:
+        ProtocolError: They are none: out of order, or of impossible sizes.
+    """
+
+    region: Int64
+    offset: Int64
+    nbytes: Int64
+    word: Int64
+
+    def __post_init__(self) -> None:
+        columns = (self.region, self.offset, self.nbytes, self.word)
+        if len({len(column) for column in columns}) > 1 or any(np.any(column < 0) for column in columns):
+            raise ProtocolError("the source described its shards in columns that do not fit")
+        if np.any((self.offset >= _MOST_BYTES) | (self.nbytes >= _MOST_BYTES) | (self.region >= _MOST_REGIONS)):
+            raise ProtocolError("the source described shards of an impossible size")
+        if np.any((self.word < 1) | (self.word > 4) | (self.word == 3)) or np.any(np.diff(self._keys) <= 0):
+            raise ProtocolError("the source described shards that are not in order, or of words that do not exist")
+
+    @cached_property
+    def _keys(self) -> Int64:
+        return self.region * _MOST_BYTES + self.offset
+
+    @classmethod
+    def of(cls, manifest: Manifest, layout: Layout) -> Sections:
+        """Those of a ``layout`` whose rows are shards."""
+        used = layout.ends(manifest) - layout.offset
+        order = np.lexsort((layout.offset, layout.region))
+        order = order[np.all(layout.stops > layout.starts, axis=1)[order]]
+        word = np.minimum(manifest.itemsizes[layout.tensor], 4)
+        return cls(*(column[order].astype(np.int64) for column in (layout.region, layout.offset, used, word)))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Sections:
+        """Inverse of :meth:`to_bytes`."""
+        if len(content) % 32:
+            raise ProtocolError("the source described its shards in columns that do not fit")
+        region, offset, nbytes, word = np.frombuffer(content, "<i8").astype(np.int64).reshape(4, -1)
+        return cls(region, offset, nbytes, word)
+
+    def to_bytes(self) -> bytes:
+        """The columns, one after the other, little-endian."""
+        return np.stack([self.region, self.offset, self.nbytes, self.word]).astype("<i8").tobytes()
+
+    def __len__(self) -> int:
+        return len(self.region)
+
+    @cached_property
+    def first(self) -> Int64:
+        """The first block of each section, and the number of all blocks: ``int64[sections + 1]``."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-self.nbytes // CHANGE_BLOCK))])
+
+    @property
+    def blocks(self) -> int:
+        """Number of all blocks."""
+        return int(self.first[-1])
+
+    @cached_property
+    def block_words(self) -> Int64:
+        """Bytes of a word of each block."""
+        return np.repeat(self.word, np.diff(self.first))
+
+    @cached_property
+    def block_bytes(self) -> Int64:
+        """Bytes of each block."""
+        sizes = np.full(self.blocks, CHANGE_BLOCK, np.int64)
+        last = self.first[1:] - 1
+        sizes[last] = self.nbytes - (self.nbytes - 1) // CHANGE_BLOCK * CHANGE_BLOCK
+        return sizes
+
+    def list_ends(self, counts: npt.NDArray[np.uint16]) -> Int64:
+        """Zero, and the 4-byte unit where each block's list ends, ``int64[blocks + 1]``."""
+        units = _list_units(counts.astype(np.int64), self.block_words, self.block_bytes)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(units)])
+
+    def containing(self, region: Int64, offset: Int64) -> Int64:
+        """The section that begins at or last before each place; -1 where none does."""
+        return np.searchsorted(self._keys, region * _MOST_BYTES + offset, side="right").astype(np.int64) - 1
+
+    def table(self, before: Int64, now: Int64) -> Int64:
+        """What :func:`find` reads, for sections at these addresses."""
+        return np.ascontiguousarray(np.stack([before, now, self.nbytes, self.word], axis=1))
 
 
 def find(
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    ends: npt.NDArray[np.uint32],
-    payload: npt.NDArray[np.uint16],
+    table: Int64,
+    counts: npt.NDArray[np.uint16],
+    payload: npt.NDArray[np.uint32],
+    changed: Int64,
     stop: Stop,
 ) -> int | None:
-    """List what differs in ``new`` from ``old``, and make ``old`` equal to ``new``: both ``uint8[nbytes]``, a multiple of 8.
+    """List which words of all sections of a ``table`` differ from those before, and make those equal to them.
+
+    Args:
+        table: See :meth:`Sections.table`.
+        counts: Takes the changed words of each block.
+        payload: Takes the lists.
+        changed: Takes the changed words of each section.
+        stop: Another thread may set ``stop[0]``.
 
     Returns:
-        Words of ``payload`` that are used; ``None`` if it has no room for the list.
+        Units of ``payload`` that are used; ``None`` if it has no room for the lists. The words before are then equal in part.
 
     Raises:
-        Aborted: Another thread set ``stop[0]``. What ``old`` holds is then not known.
+        Aborted: ``stop[0]`` was set. What the words before are is then not known.
     """
     used = find_changes(
-        old.ctypes.data, new.ctypes.data, len(new), ends.ctypes.data, payload.ctypes.data, len(payload), stop.ctypes.data
+        table.ctypes.data,
+        0,
+        len(table),
+        counts.ctypes.data,
+        payload.ctypes.data,
+        len(payload),
+        changed.ctypes.data,
+        stop.ctypes.data,
     )
     if used == -2:
         raise Aborted("looking for the changes of this version was stopped")
-    if used < 0:
-        old[:] = new
-        return None
-    return int(used)
+    return int(used) if used >= 0 else None
 
 
-@dataclass(eq=False)
-class Changes:
-    """What changed in one source region of a plan, as far as the tiles of this rank read it.
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What changed from one version to the next: counts and lists, as :func:`find` made them."""
 
-    Args:
-        tables: The tiles, with keys; they read region 0 of the source.
-        nbytes: Bytes of the source's shards.
-        ends: See :mod:`weightsync.tensors.changes`, ``uint32[blocks]``. Not trusted.
+    counts: npt.NDArray[np.uint16]
+    payload: npt.NDArray[np.uint32]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes."""
+        return self.counts.nbytes + self.payload.nbytes
+
+
+def unite(
+    sections: Sections,
+    now: Int64,
+    steps: Sequence[Step],
+    counts: npt.NDArray[np.uint16],
+    payload: npt.NDArray[np.uint32],
+    stop: Stop,
+) -> int | None:
+    """List the words that changed in any of ``steps``, with the values that they have ``now``. Otherwise as :func:`find`."""
+    firsts = [sections.list_ends(step.counts)[:-1] for step in steps]
+    columns = [
+        (step.counts.ctypes.data, first.ctypes.data, step.payload.ctypes.data) for step, first in zip(steps, firsts, strict=True)
+    ]
+    table, chain = sections.table(now, now), np.array(columns, np.int64)
+    used = unite_changes(
+        table.ctypes.data, len(table), chain.ctypes.data, len(chain), counts.ctypes.data, payload.ctypes.data, len(payload),
+        stop.ctypes.data,
+    )  # fmt: skip
+    if used == -2:
+        raise Aborted("looking for the changes of this version was stopped")
+    return int(used) if used >= 0 else None
+
+
+def change_tiles(tables: Sequence[CopyTable], sections: Sections) -> Int64:
+    """The tiles of ``tables``, which have keys, as kernels read them: ``int64[tiles, 15]``.
+
+    Columns: 0 first byte in the section, 1 source stride, 2 target, 3 target stride, 4 rows, 5 bytes of a row, 6 row of the
+    target's layout, 7 to 11 the other keys, 12 first block of the section, 13 its bytes, 14 bytes of a word.
 
     Raises:
-        ProtocolError: The ends are no ends of lists, or a tile reads beyond the region.
+        ProtocolError: A tile reads what is in no section, or part of a word.
+    """
+    whole = np.concatenate([np.empty((0, 13), np.int64), *(table.table for table in tables)])
+    tiles = np.empty((len(whole), TILE_COLUMNS), np.int64)
+    section = sections.containing(whole[:, 0], whole[:, 1])
+    if np.any(section < 0) or np.any(sections.region[section] != whole[:, 0]):
+        raise ProtocolError("the plan reads what the source does not list changes of")
+    single = whole[:, 5] == 1
+    tiles[:, 0] = whole[:, 1] - sections.offset[section]
+    tiles[:, 1] = np.where(single, 0, whole[:, 2])
+    tiles[:, 2:6] = whole[:, 3:7]
+    tiles[:, 6:12] = whole[:, 7:]
+    tiles[:, 12], tiles[:, 13], tiles[:, 14] = sections.first[section], sections.nbytes[section], sections.word[section]
+    parts = tiles[:, 0] | tiles[:, 1] | tiles[:, 5] | tiles[:, 9] | np.where(single, 0, tiles[:, 10])
+    if np.any(ends_of(tiles) > tiles[:, 13]) or np.any(parts % tiles[:, 14]) or np.any((tiles[:, 1] <= 0) & ~single):
+        raise ProtocolError("the plan reads beyond the shards whose changes are listed, or parts of their words")
+    return tiles
+
+
+def ends_of(tiles: Int64) -> Int64:
+    """The end in its section of what each tile reads."""
+    ends: Int64 = tiles[:, 0] + (tiles[:, 4] - 1) * tiles[:, 1] + tiles[:, 5]
+    return ends
+
+
+class PlannedChanges:
+    """Which lists of one source a rank reads, and where their words go. Made once for a plan.
+
+    Args:
+        tables: The tiles that read from this source, with keys.
+        sections: What the source lists changes of. Not trusted.
+
+    Raises:
+        ProtocolError: The two do not fit.
     """
 
-    tables: Sequence[CopyTable]
-    nbytes: int
-    ends: npt.NDArray[np.uint32]
+    def __init__(self, tables: Sequence[CopyTable], sections: Sections) -> None:
+        self.sections = sections
+        self.tiles = change_tiles(tables, sections)
+        first = self.tiles[:, 12] + self.tiles[:, 0] // CHANGE_BLOCK
+        last = self.tiles[:, 12] + (ends_of(self.tiles) - 1) // CHANGE_BLOCK + 1
+        order = np.argsort(first, kind="stable")
+        first, reach = first[order], np.maximum.accumulate(last[order])
+        begins = np.concatenate([np.ones(min(len(first), 1), bool), first[1:] > reach[:-1] + _NEAR])
+        self.starts: Int64 = first[begins]
+        """The first block of each run of blocks whose lists are read together."""
+        self.stops: Int64 = reach[np.concatenate([begins[1:], np.ones(min(len(first), 1), bool)])]
+        """The end of each run."""
 
-    def __post_init__(self) -> None:
-        blocks = blocks_of(self.nbytes)
-        used = np.zeros(len(self.ends), np.int64)
-        used[:1], used[1:] = self.ends[:1], self.ends[1:].astype(np.int64) - self.ends[:-1]
-        words = np.full(blocks, CHANGE_BLOCK // 2, np.int64)
-        if blocks:
-            words[-1] = (self.nbytes - (blocks - 1) * CHANGE_BLOCK) // 2
-        if len(used) != blocks or np.any((used < 0) | (used > words) | ((used < words) & (used % 2 == 1))):
-            raise ProtocolError("the source lists more changes than there are words, or lists that overlap")
-        self._marks = np.zeros(max(blocks, 1), np.uint8)
-        for table in self.tables:
-            if mark_blocks(table.table_address, 0, len(table), 0, self.nbytes, self._marks.ctypes.data) >= 0:
-                raise ProtocolError("the plan reads beyond the region whose changes are listed")
-        self._place(used, blocks)
 
-    def _place(self, used: npt.NDArray[np.int64], blocks: int) -> None:
-        """Decide which ranges of the payload are read, and where each list then lies."""
-        wanted = np.flatnonzero((self._marks[:blocks] != 0) & (used > 0))
-        last = self.ends.astype(np.int64)[wanted]
-        first = last - used[wanted]
-        begins = np.concatenate([np.ones(1, bool), first[1:] - last[:-1] > _NEAR]) if len(wanted) else np.zeros(0, bool)
-        run = np.cumsum(begins) - 1
-        starts = first[begins]
-        stops = np.concatenate([last[:-1][begins[1:]], last[-1:]])
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
-        self._at = np.zeros(max(blocks, 1), np.int64)
-        self._at[wanted] = first - starts[run] + offsets[run]
-        self._runs = starts, stops, offsets
-        self.words = int(offsets[-1])
-        """Words of the payload that this rank reads."""
+class Changes(ABC):
+    """What changed in one source of a plan: first the counts of all blocks are read, then the lists."""
+
+    def __init__(self, planned: PlannedChanges, counts_address: int) -> None:
+        self._planned, self._counts_address = planned, counts_address
+        self.units = 0
+        """4-byte units of lists that this rank reads."""
+        self._offsets: Int64 = np.zeros(1, np.int64)
+        self._firsts: Int64 = np.zeros(0, np.int64)
+
+    def counts_table(self, offset: int, region: int) -> CopyTable:
+        """What is to be read where the counts begin at byte ``offset`` of the source's ``region``."""
+        return runs_table(region, [offset], [self._counts_address], [2 * self._planned.sections.blocks])
+
+    def place(self, total: int, deadline: Deadline) -> None:
+        """Decide what is read of lists of ``total`` units, once the counts are here.
+
+        Raises:
+            ProtocolError: They are no counts of these lists.
+        """
+        firsts, stops, used = self._edges(deadline)
+        if used != total:
+            raise ProtocolError(f"the source lists {used:,} units of changes, and announced {total:,}")
+        self._firsts = firsts
+        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - firsts)])
+        self.units = int(self._offsets[-1])
+
+    def lists_table(self, offset: int, region: int) -> CopyTable:
+        """What is to be read where the lists begin at byte ``offset`` of the source's ``region``. After :meth:`allocate`."""
+        sizes = 4 * np.diff(self._offsets)
+        return runs_table(region, offset + 4 * self._firsts, self._address + 4 * self._offsets[:-1], sizes)
+
+    @property
+    @abstractmethod
+    def _address(self) -> int: ...
+
+    @abstractmethod
+    def _edges(self, deadline: Deadline) -> tuple[Int64, Int64, int]:
+        """The first and the last unit of each run's lists, and all units. Raises ProtocolError for impossible counts."""
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Take memory for the lists, and for the words that they replace: eight bytes for each of :attr:`units`."""
+
+    @abstractmethod
+    def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """Check the lists, and add to ``digests`` (``uint64[rows]``) what they would add to them.
+
+        Raises:
+            ProtocolError: They are none.
+            Aborted: ``stop[0]`` was set, as by the other methods.
+        """
+
+    @abstractmethod
+    def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """Replace the words in the tiles' targets, keep what they were, read them again, and add the difference to ``digests``."""
+
+    @abstractmethod
+    def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """Write back what was kept, read it again, and add to ``digests`` the difference from it: nothing, if all is well."""
+
+
+class HostChanges(Changes):
+    """Changes that are staged in host memory, of targets there."""
+
+    def __init__(self, planned: PlannedChanges) -> None:
+        self.counts = np.zeros(planned.sections.blocks, np.uint16)
+        super().__init__(planned, self.counts.ctypes.data)
+
+    def _edges(self, deadline: Deadline) -> tuple[Int64, Int64, int]:
+        sections, counts = self._planned.sections, self.counts.astype(np.int64)
+        if np.any(counts * sections.block_words > sections.block_bytes):
+            raise ProtocolError("the source lists more changes than there are words")
+        self._ends = ends = sections.list_ends(self.counts)
+        return ends[self._planned.starts], ends[self._planned.stops], int(ends[-1])
+
+    @property
+    def _address(self) -> int:
+        return int(self._payload.ctypes.data)
 
     def allocate(self) -> None:
-        """Take memory for the lists, and for the words that they replace: four bytes for each word of :attr:`words`."""
-        self._payload = np.zeros(max(self.words, 1), np.uint16)
-        self._kept = np.zeros(max(self.words, 1), np.uint16)
+        """See :meth:`Changes.allocate`."""
+        self._payload = np.zeros(max(self.units, 1), np.uint32)
+        self._kept = np.zeros(max(self.units, 1), np.uint32)
+        self._at = self._ends
+        for start, stop, first, offset in zip(self._planned.starts, self._planned.stops, self._firsts, self._offsets, strict=False):
+            self._at[start:stop] += offset - first
 
-    def table(self, offset: int) -> CopyTable:
-        """What is to be read from the source's region, where the payload begins at byte ``offset``."""
-        starts, stops, offsets = self._runs
-        counts = -(-(stops - starts) * 2 // TILE_BYTES)
-        run = np.repeat(np.arange(len(starts)), counts)
-        part = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_BYTES
-        ones = np.ones(len(run), np.int64)
-        return CopyTable(
-            region=np.zeros(len(run), np.int32),
-            source=offset + 2 * starts[run] + part,
-            source_stride=0 * ones,
-            target=self._payload.ctypes.data + 2 * offsets[run] + part,
-            target_stride=0 * ones,
-            rows=ones,
-            row_bytes=np.minimum(2 * (stops - starts)[run] - part, TILE_BYTES),
-        )
-
-    def check(self) -> None:
-        """Raise :class:`~weightsync.errors.ProtocolError` unless the lists that arrived are lists."""
-        where = (self.nbytes, self.ends.ctypes.data, self._marks.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data)
-        block = check_changes(*where)
-        if block >= 0:
-            raise ProtocolError(f"the changes of block {block} of the source's region are not in order, or outside of it")
-
-    def predict(self, digests: UInt64, stop: Stop) -> None:
-        """Add to ``digests`` (``uint64[rows]``) what the changes would add to them. Keeps the words that would be replaced."""
+    def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """See :meth:`Changes.predict`."""
         self._run(0, digests, stop)
 
-    def apply(self, digests: UInt64, stop: Stop) -> None:
-        """Replace the words in the tiles' targets, keep what they were, read them again, and add the difference to ``digests``."""
+    def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """See :meth:`Changes.apply`."""
         self._run(1, digests, stop)
         self._run(3, digests, stop)
 
-    def revert(self, digests: UInt64, stop: Stop) -> None:
-        """Write back what was kept, read it again, and add to ``digests`` the difference from it: nothing, if all is well."""
+    def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+        """See :meth:`Changes.revert`."""
         self._run(2, digests, stop)
         self._run(3, digests, stop)
 
     def _run(self, step: int, digests: UInt64, stop: Stop) -> None:
-        for table in self.tables:
-            finished = apply_changes(
-                table.table_address, 0, len(table), self.nbytes, self.ends.ctypes.data, self._at.ctypes.data,
-                self._payload.ctypes.data, self._kept.ctypes.data, step, digests.ctypes.data, columns_address, stop.ctypes.data,
-            )  # fmt: skip
-            if finished < len(table):
-                raise Aborted("the changes of this version were not all applied: the update was aborted")
+        tiles = self._planned.tiles
+        finished = apply_changes(
+            tiles.ctypes.data, 0, len(tiles), self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,
+            self._kept.ctypes.data, step, digests.ctypes.data, columns_address, stop.ctypes.data,
+        )  # fmt: skip
+        if finished < 0:
+            raise ProtocolError(f"the changes of block {-1 - finished} of the source are not in order, or outside of it")
+        if finished < len(tiles):
+            raise Aborted("the changes of this version were not all applied: the update was aborted")
+
+
+def runs_table(
+    region: int, sources: Sequence[int] | Int64, targets: Sequence[int] | Int64, sizes: Sequence[int] | Int64
+) -> CopyTable:
+    """Contiguous copies, cut into tiles."""
+    source, target, size = (np.asarray(column, np.int64) for column in (sources, targets, sizes))
+    counts = -(-size // TILE_BYTES)
+    run = np.repeat(np.arange(len(size)), counts)
+    part = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_BYTES
+    ones = np.ones(len(run), np.int64)
+    return CopyTable(
+        region=np.full(len(run), region, np.int32),
+        source=source[run] + part,
+        source_stride=0 * ones,
+        target=target[run] + part,
+        target_stride=0 * ones,
+        rows=ones,
+        row_bytes=np.minimum(size[run] - part, TILE_BYTES),
+    )

@@ -52,7 +52,8 @@ class Storing:
         except WeightSyncError as error:  # the trainer is being closed
             _log.warning("version %s is not in the store: %s", result.version, error)
             return
-        changed = None if role.changes is None else role.changes.changed
+        changes = role.changes
+        changed = changes.changed[0] if changes is not None and changes.changed else None  # since the version before
         published = PublishedBytes(payload, changed, lambda: header.require_unchanged(stamp))
         self.writer.store(result.version, result.step, published)
 

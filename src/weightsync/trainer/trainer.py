@@ -248,6 +248,11 @@ class Trainer(Closeable):
         self._requests.start_after(welcome.count)
 
     @property
+    def changed(self) -> dict[str, float]:
+        """The part of the words of each tensor that the last version changed, in this rank's shards. Empty without ``deltas``."""
+        return self._role.changed_shares if isinstance(self._role, TrainerRole) else {}
+
+    @property
     def version(self) -> Version | None:
         """The version that this trainer published last; ``None`` before the first."""
         return self._version

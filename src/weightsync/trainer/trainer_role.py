@@ -13,7 +13,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, StaleSource
 from weightsync.outcome import Latch
-from weightsync.protocol.messages import Body, DigestUnderKey, Done, Host, Place, Placed
+from weightsync.protocol.messages import Body, ChangedWords, DigestUnderKey, Done, Host, Place, Placed
 from weightsync.publishing.published_shards import PublishedShards
 from weightsync.tensors.digest import DigestConstants
 from weightsync.tensors.quantization import ChooseFormats
@@ -167,11 +167,13 @@ class TrainerRole(PublishedShards):
         failpoints.reached("trainer.place")
         started = time.perf_counter()
         self._last = None
+        if self.changes is not None:
+            self.changes.wanted = body.bases
         with self.placing(number, placing.stop, deadline) as digests:
             failpoints.reached("trainer.placing")
             if placing.stop[0]:
                 raise Aborted(f"placing version {number} was aborted by the trainer")
-        changed = None
+        changed: tuple[ChangedWords, ...] = ()
         if self.changes is not None:
             self.changes.placed(body.epoch, number)
             changed = self.changes.changed

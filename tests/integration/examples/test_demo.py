@@ -144,6 +144,23 @@ def test_a_replica_joins_from_the_store_after_the_trainers_end(
     run.check_nothing_is_left()
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.rare)])
+def test_only_what_changed_goes_to_the_first_replica_and_all_bytes_to_the_second(start: Callable[..., Run], optimizer: str) -> None:
+    rates = ["--learning-rate", "1e-6", "--optimizer", optimizer, "--steps", "1"]
+    run = start("--deltas", "--replicas", "2", "--versions", "3", *rates)
+    out, errors = run.process.communicate(timeout=170)
+    assert run.process.returncode == 0, errors
+    found = json.loads(out)
+    assert found["ok"] is True and found["tokens_match"] is True
+    assert [change["version"] for change in found["changes"]] == [2, 3]
+    for change in found["changes"]:
+        assert 0 < change["changed"] < 0.2
+        assert 0 < change["bytes"] < change["dense_bytes"] / 2
+        assert min(change["paused_ms"], change["dense_paused_ms"]) > 0
+    assert "% changed" in errors
+
+
 @pytest.mark.rare
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed here")

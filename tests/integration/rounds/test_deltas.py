@@ -278,8 +278,40 @@ def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: 
     assert all(adapter.holds(before) and not adapter.paused and adapter.finished == [1, 1] for adapter in adapters)
     assert [engine.serving and engine.serving.number for engine in engines] == [1, 1]
     step(source)
-    assert only(trainer).error is None
+    again = only(trainer)
+    assert (again.error, again.base) == (None, 1)
     assert all(adapter.holds(source) for adapter in adapters)
+
+
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("missed", [1, 3])
+def test_a_replica_that_serves_an_older_version_gets_all_that_changed_since(joined: Joined, missed: int) -> None:
+    """In one step, with the values of the new version, beside a replica that serves the version before."""
+    source, target = model(), model(1)
+    behind = Columns(source)
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target), "a")
+    joined.engine(behind, "behind")
+    trainer.wait_for_replicas(2)
+    publish(trainer)
+    flip = source.get_parameter("0.weight")
+
+    def fail() -> None:
+        raise OSError("the disk of this test is full")
+
+    behind.begin = fail  # type: ignore[method-assign]
+    for number in range(missed):
+        step(source, 0.001)
+        with torch.no_grad():
+            flip[0, 0] += 1.0 if number % 2 else -1.0  # back to what it was, for an even number
+        results = {replica.name: replica for replica in publish(trainer).replicas}
+        assert results["a"].base == number + 1
+        assert (results["behind"].error is None, results["behind"].version) == (False, 1)
+    del behind.begin
+    step(source, 0.001)
+    results = {replica.name: replica for replica in publish(trainer).replicas}
+    assert (results["a"].base, results["behind"].base, results["behind"].error) == (missed + 1, 1, None)
+    assert behind.holds(source) and same(source, target)
 
 
 def test_deltas_that_are_negative_are_refused(joined: Joined) -> None:

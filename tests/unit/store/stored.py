@@ -13,8 +13,8 @@ import torch
 from weightsync.model import Box, Layout, Manifest, TensorSpec, Version, fold
 from weightsync.model.stored import StoredObject, StoredRank, VersionManifest
 from weightsync.planning.coverage import coverage_of
-from weightsync.publishing.host_changes import HostChanges
 from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.listed_changes import HostLists
 from weightsync.store.catalog import manifest_path
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import SigningKey, new_secret
@@ -52,8 +52,7 @@ def cut(state: Mapping[str, torch.Tensor], ranks: int) -> list[list[Shard]]:
 class Rank:
     def __init__(self, store: ObjectStore, number: int, manifest: Manifest, shards: Sequence[Shard], every: int) -> None:
         self.layout = packed_layout(manifest, shards)
-        nbytes = self.layout.regions[0]
-        self.changes = HostChanges(nbytes, True)
+        self.changes = HostLists(manifest, self.layout, True)
         self.memory = np.zeros(self.changes.end + 64, np.uint8)
         self.memory = self.memory[-self.memory.ctypes.data % 64 :][: self.changes.end]
         self.publisher = HostPublisher(manifest, shards, self.layout, self.memory.ctypes.data)
@@ -66,7 +65,7 @@ class Rank:
         return digests
 
     def published(self) -> PublishedBytes:
-        return PublishedBytes(self.memory, self.changes.changed, lambda: None)
+        return PublishedBytes(self.memory, self.changes.changed[0] if self.changes.changed else None, lambda: None)
 
 
 class StoringTrainer:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
+from weightsync.engine.fill.filler import FillContext, Filled
+from weightsync.engine.fill.staged_changes import DirectFiller
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
+from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 
 
-class DeviceDirect(PlanFiller):
+class DeviceDirect(DirectFiller):
     """Writes the engine's parameters, on ``device`` at ``addresses``, all at once.
 
     All readers are in flight together, except those that may wait for other engine ranks: they are begun, read and ended one after
@@ -42,6 +46,14 @@ class DeviceDirect(PlanFiller):
         self._together = [reader for reader in self._readers if reader not in in_turn]
         self._digest.build(self._addresses)
         self._stopwatch.lap("tables")
+
+    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """See :meth:`DirectFiller.digests`. In the current stream."""
+        with torch.cuda.device(self.device):
+            self._digest.build(self._addresses)
+            self._digest.launch(0, len(self.layout))
+            wait_for_device(self.device, deadline, f"digesting parameters on {self.device}")
+            return self._digest.taken()
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`PlanFiller.run`. Complete on the device when it returns."""

@@ -26,6 +26,8 @@ from weightsync.tensors.copy_table import tiles_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.transports.base import Transport
 
+_FREE_SHARE = 4  # of a GPU's free memory, changes take one part at most
+
 
 @dataclass(frozen=True)
 class FillContext:
@@ -38,6 +40,7 @@ class FillContext:
         host: Where this engine rank runs.
         staging_device: The CUDA device on which buckets for the loader belong; ``None`` for host memory.
         bucket_bytes: The largest staging bucket that a plan may ask for (or the largest tensor, if that is more).
+        bounded: ``bucket_bytes`` was given, and bounds what changes take in GPU memory, too.
         buffers: Staging buckets: two, or one, which saves memory and overlaps nothing.
         encrypted: Bytes must not leave the machine in clear.
         rank: The number of this rank in its replica.
@@ -51,6 +54,7 @@ class FillContext:
     host: Host
     staging_device: torch.device | None
     bucket_bytes: int
+    bounded: bool
     buffers: int
     encrypted: bool
     rank: int
@@ -61,6 +65,12 @@ class FillContext:
         """Where buckets lie: on the engine's CUDA device if every source can be read from there; otherwise in host memory."""
         device = self.staging_device
         return device if device is not None and reaches(device, sources, self.transports) else None
+
+    def room_for_changes(self, device: torch.device | None) -> int:
+        """Bytes that staged changes may take: two buckets; on a GPU a quarter of what is free there, unless buckets were given."""
+        if device is None or self.bounded:
+            return self.bucket_bytes * self.buffers
+        return torch.cuda.mem_get_info(device)[0] // _FREE_SHARE
 
     @property
     def readers(self) -> Readers:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
-from weightsync.engine.fill.staged_changes import ChangesReader
+from weightsync.engine.fill.filler import FillContext, Filled
+from weightsync.engine.fill.staged_changes import DirectFiller
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _GROUP_BYTES = 32 << 20  # an abort is noticed, and progress is reported, after each group
 
 
-class HostDirect(PlanFiller):
+class HostDirect(DirectFiller):
     """Writes the engine's parameters, in host memory at ``addresses``, group by group.
 
     Parameters that share bytes are digested after all are written, because the last one written decides what both hold.
@@ -29,8 +29,6 @@ class HostDirect(PlanFiller):
 
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, addresses: tuple[int, ...]) -> None:
         super().__init__(context, plan, layout, row_groups(context.manifest, layout), None, addresses)
-        self.changes: ChangesReader | None = None
-        """Reads what changed, instead of everything; ``None`` where parameters share bytes."""
         shared = overlapping(context.manifest, layout, addresses)
         self._digests_last = shared is not None
         if shared is not None:
@@ -39,24 +37,11 @@ class HostDirect(PlanFiller):
                 "engine, or tie them at the trainer too", *shared,
             )  # fmt: skip
 
-    def prepare(self, deadline: Deadline) -> None:
-        """See :meth:`Filler.prepare`."""
-        super().prepare(deadline)
-        if not self._digests_last:
-            self.changes = ChangesReader(self._context, self.plan, self._tables)
-            self._owned.callback(self.changes.close)
-
-    def digests(self) -> npt.NDArray[np.uint64]:
-        """The digest of each row of the layout, of what is in the parameters now, ``uint64[rows]``."""
+    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+        """See :meth:`DirectFiller.digests`."""
         digests = np.zeros(len(self.layout), np.uint64)
         digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests)
         return digests
-
-    def abort(self) -> None:
-        """See :meth:`Filler.abort`."""
-        super().abort()
-        if self.changes is not None:
-            self.changes.abort()
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`PlanFiller.run`."""

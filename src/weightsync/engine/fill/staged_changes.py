@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.filler import FillContext, Filled
+from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.engine.readers import Readers
 from weightsync.errors import ConfigurationError, ProtocolError, TransportUnavailable
 from weightsync.model import Version
 from weightsync.protocol.messages import ChangedWords, PlanSlice, Stage
 from weightsync.spans import span
-from weightsync.tensors.changes import Changes, blocks_of
+from weightsync.tensors.changes import Changes, HostChanges, PlannedChanges, Sections, runs_table
 from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.cuda.changes import ChangeTables, DeviceChanges
+from weightsync.tensors.overlaps import overlapping
 from weightsync.tensors.shards import Shard
 from weightsync.transports.base import Reader, Transport
 
 UInt64 = npt.NDArray[np.uint64]
 
 _KEPT = 2  # bytes of staging memory for each byte of lists: the lists, and the words that they replace
+_COUNTED = 22  # bytes of staging memory for each block
+_MOST_SHARDS = 1 << 21
 
 
 class DigestsNow(Protocol):
     """Fills memory, and digests it."""
 
-    def digests(self) -> UInt64:
+    def digests(self, deadline: Deadline) -> UInt64:
         """The digest of each row, of what is there now."""
+
+
+class DirectFiller(PlanFiller):
+    """Fills the engine's own parameters, and can stage what changes in them."""
+
+    changes: ChangesReader | None = None
+    """Reads what changed, instead of everything; ``None`` where parameters share bytes."""
+
+    def prepare(self, deadline: Deadline) -> None:
+        """See :meth:`PlanFiller.prepare`."""
+        super().prepare(deadline)
+        if overlapping(self._context.manifest, self.layout, self._addresses) is None:
+            self.changes = ChangesReader(self._context, self.plan, self._tables, len(self.layout), self.device)
+            self._owned.callback(self.changes.close)
+
+    @abstractmethod
+    def digests(self, deadline: Deadline) -> UInt64:
+        """The digest of each row of the layout, of what is in the parameters now, ``uint64[rows]``."""
+
+    def abort(self) -> None:
+        """See :meth:`Filler.abort`."""
+        super().abort()
+        if self.changes is not None:
+            self.changes.abort()
 
 
 class StagedChanges:
@@ -47,7 +78,7 @@ class StagedChanges:
         self._filler = filler
         self.base: Version = body.base
         self.number = body.number
-        self.nbytes = sum(2 * each.words for each in changes)
+        self.nbytes = sum(4 * each.units for each in changes)
         """Bytes of lists."""
         self._changes, self._base_digests, self.shards = changes, base_digests, shards
         self._stop = np.zeros(1, np.int8)
@@ -56,23 +87,28 @@ class StagedChanges:
         """Whether this leads to version ``number``, in the memory that ``filler`` fills."""
         return self.number == number and self._filler is filler
 
-    def predict(self) -> UInt64:
-        """The digests of every row as they will be. Raises :class:`~weightsync.errors.Aborted` after :meth:`abort`."""
+    def predict(self, deadline: Deadline) -> UInt64:
+        """Check the lists. Return the digests of every row as they will be.
+
+        Raises:
+            ProtocolError: They are no lists.
+            Aborted: :meth:`abort` was called meanwhile.
+        """
         digests = self._base_digests.copy()
         for changes in self._changes:
-            changes.predict(digests, self._stop)
+            changes.predict(digests, self._stop, deadline)
         return digests
 
-    def apply(self) -> Filled:
+    def apply(self, deadline: Deadline) -> Filled:
         """Replace the words that changed, and read them again. Raises :class:`~weightsync.errors.Aborted` after :meth:`abort`."""
         digests = self._base_digests.copy()
         with span("apply"):
             for changes in self._changes:
-                changes.apply(digests, self._stop)
+                changes.apply(digests, self._stop, deadline)
                 failpoints.reached("engine.applied")
         return Filled(digests, "installed", 0.0)
 
-    def revert(self) -> None:
+    def revert(self, deadline: Deadline) -> None:
         """Write the words of the base back, and read them again.
 
         Raises:
@@ -82,8 +118,8 @@ class StagedChanges:
         self._stop[0] = 0
         digests = self._base_digests.copy()
         for changes in self._changes:
-            changes.revert(digests, self._stop)
-        if not (np.array_equal(digests, self._base_digests) and np.array_equal(self._filler.digests(), digests)):
+            changes.revert(digests, self._stop, deadline)
+        if not (np.array_equal(digests, self._base_digests) and np.array_equal(self._filler.digests(deadline), digests)):
             raise ProtocolError(f"the words of version {self.base} could not be put back")
 
     def abort(self) -> None:
@@ -92,21 +128,38 @@ class StagedChanges:
 
 
 class ChangesReader:
-    """Connections that read the changes of a plan's sources. ``tables`` are the plan's tiles, ``[source][group]``."""
+    """Connections that read the changes of a plan's sources, to ``device`` (``None``: host memory).
 
-    def __init__(self, context: FillContext, plan: PlanSlice, tables: Sequence[Sequence[CopyTable]]) -> None:
-        self._context, self._plan, self._tables = context, plan, tables
+    ``tables`` are the plan's tiles, ``[source][group]``, which fill ``rows``. On a GPU all of it runs in a separate stream,
+    beside what the engine computes.
+    """
+
+    def __init__(
+        self,
+        context: FillContext,
+        plan: PlanSlice,
+        tables: Sequence[Sequence[CopyTable]],
+        rows: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self._context, self._plan, self._tables, self._rows, self._device = context, plan, tables, rows, device
         self._readers: Readers | None = None
         self._sources: list[tuple[Transport, Reader]] = []
+        self._planned: dict[int, tuple[PlannedChanges, ChangeTables | None]] = {}
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What runs in the block does not wait for the engine's own work, nor the other way round."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def read(
         self, filler: DigestsNow, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline
     ) -> StagedChanges:
-        """Read the lists of every source, and check them.
+        """Read the lists of every source.
 
         Raises:
             ConfigurationError: They take more memory than this rank has for staging.
-            ProtocolError: They are not for this plan, or broken.
+            ProtocolError: They are not for this plan.
             TransportUnavailable: No transport reads them that serves each reader alone.
             WeightSyncError: What readers raise.
         """
@@ -115,15 +168,21 @@ class ChangesReader:
         try:
             readers = self._connected(deadline)
             changes = []
-            room = self._context.bucket_bytes * self._context.buffers
+            room = self._context.room_for_changes(self._device)
             for index, words in enumerate(body.sources):
-                each = self._ends(readers, index, words, body.number, deadline)
-                room -= _KEPT * 2 * each.words
+                planned, tables = self._planned_for(readers, index, words, body.number, deadline)
+                room -= _COUNTED * planned.sections.blocks
+                if room >= 0:
+                    each = HostChanges(planned) if tables is None else DeviceChanges(planned, tables)
+                    self._take(readers, index, body.number, each.counts_table(words.counts, words.region), deadline)
+                    each.place(words.units, deadline)
+                    room -= _KEPT * 4 * each.units
                 if room < 0:
                     raise ConfigurationError(
                         "its changes take more than this engine rank's staging memory: give weightsync.Engine a larger bucket_bytes"
                     )
-                self._lists(readers, index, words, each, body.number, deadline)
+                each.allocate()
+                self._take(readers, index, body.number, each.lists_table(words.payload, words.region), deadline)
                 changes.append(each)
         except BaseException:
             self.close()  # its connections may be beyond use
@@ -134,24 +193,29 @@ class ChangesReader:
         if self._readers is None:
             self._readers = readers = self._context.readers
             for source in self._plan.sources:
-                transport, reader = readers.open(source, None, deadline)
+                transport, reader = readers.open(source, self._device, deadline)
                 if transport.traits.shared_fate:
                     raise TransportUnavailable(f"{transport.name} reads whole versions only")
                 self._sources.append((transport, reader))
         return self._readers
 
-    def _ends(self, readers: Readers, index: int, words: ChangedWords, number: int, deadline: Deadline) -> Changes:
-        ends = np.zeros(blocks_of(words.nbytes), np.uint32)
-        self._take(readers, index, number, _run(words.ends, ends), deadline)
-        changes = Changes(self._tables[index], words.nbytes, ends)
-        if len(ends) and int(ends[-1]) != words.words:
-            raise ProtocolError(f"the source lists {int(ends[-1]):,} words of changes, and announced {words.words:,}")
-        return changes
-
-    def _lists(self, readers: Readers, index: int, words: ChangedWords, changes: Changes, number: int, deadline: Deadline) -> None:
-        changes.allocate()
-        self._take(readers, index, number, changes.table(words.payload), deadline)
-        changes.check()
+    def _planned_for(
+        self, readers: Readers, index: int, words: ChangedWords, number: int, deadline: Deadline
+    ) -> tuple[PlannedChanges, ChangeTables | None]:
+        """What the source's sections mean for this plan: the same for every version."""
+        if index not in self._planned:
+            if words.shards > _MOST_SHARDS:
+                raise ProtocolError(f"the source lists changes of {words.shards:,} shards")
+            content = torch.empty(32 * words.shards, dtype=torch.uint8, device=self._device or "cpu")
+            self._take(
+                readers, index, number, runs_table(words.region, [words.sections], [content.data_ptr()], [len(content)]), deadline
+            )
+            planned = PlannedChanges(self._tables[index], Sections.from_bytes(content.cpu().numpy().tobytes()))
+            tables = None if self._device is None else ChangeTables(planned, self._rows, self._device)
+            if tables is not None:
+                DeviceChanges(planned, tables).warm(deadline)
+            self._planned[index] = planned, tables
+        return self._planned[index]
 
     def _take(self, readers: Readers, index: int, number: int, table: CopyTable, deadline: Deadline) -> None:
         transport, reader = self._sources[index]
@@ -166,13 +230,6 @@ class ChangesReader:
 
     def close(self) -> None:
         """Close the connections; the next reading makes new ones. Safe twice."""
-        readers, self._readers, self._sources = self._readers, None, []
+        readers, self._readers, self._sources, self._planned = self._readers, None, [], {}
         if readers is not None:
             readers.close()
-
-
-def _run(offset: int, target: npt.NDArray[np.uint32]) -> CopyTable:
-    if not len(target):
-        return CopyTable.empty()
-    columns = [np.array([value], np.int64) for value in (offset, 0, target.ctypes.data, 0, 1, target.nbytes)]
-    return CopyTable(np.zeros(1, np.int32), *columns)

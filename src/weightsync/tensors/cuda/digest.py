@@ -19,7 +19,8 @@ _NOTHING = nullcontext()
 
 
 @lru_cache(maxsize=16)
-def _weights(constants: DigestConstants, device: torch.device) -> torch.Tensor:
+def weights_on(constants: DigestConstants, device: torch.device) -> torch.Tensor:
+    """The constants in the memory of ``device``, as kernels read them."""
     return torch.from_numpy(constants.words.view(np.int32).copy()).to(device)
 
 
@@ -31,7 +32,7 @@ def _warm(device: torch.device, quads: int, warps: int) -> None:
     scratch = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.tensor([[scratch.data_ptr()], [16], [1], [0], [0], [1], [16], [0]], dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
-        digest_kernel[(1,)](table, 1, 0, _weights(PUBLIC, device), scratch, QUADS=quads, num_warps=warps)
+        digest_kernel[(1,)](table, 1, 0, weights_on(PUBLIC, device), scratch, QUADS=quads, num_warps=warps)
 
 
 class LayoutDigest:
@@ -82,7 +83,7 @@ class LayoutDigest:
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
-                weights = _weights(constants, self.device)
+                weights = weights_on(constants, self.device)
                 digest_kernel[(last - first,)](
                     self._table, self._items, first, weights, self._out, QUADS=self._quads, num_warps=self._warps
                 )

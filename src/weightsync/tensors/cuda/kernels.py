@@ -32,7 +32,7 @@ _BLOCK = tl.constexpr(4096)  # words of the C table
 
 
 @triton.jit
-def _row_weight(key, seed, second):
+def row_weight(key, seed, second):
     """Compute R(key) of the digest: splitmix64 with two seeds, made odd."""
     x = key + seed
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 + second
@@ -75,7 +75,7 @@ def _digest_quads(address, stride, key, key_step, runs, first, wide, weights, se
         pointers = tl.multiple_of(lanes, 16).to(tl.pointer_type(tl.uint32))[:, None] + word[None, :]
         pointers = tl.max_contiguous(tl.multiple_of(pointers, (16, 16)), (1, 4))
         values = tl.load(pointers, mask=(run < last)[:, None], other=0)
-        sums += _row_weight(keys, seed, second)[:, None] * values.to(tl.uint64)
+        sums += row_weight(keys, seed, second)[:, None] * values.to(tl.uint64)
         run += group
         keys += key_step
         lanes += stride
@@ -126,7 +126,7 @@ def _digest_words(
                 pointers = (base + (at >> shift).to(tl.int64) * element + (at & size)).to(tl.pointer_type(tl.uint8))
                 values += tl.load(pointers, mask=wanted & (at >= low) & (at < high), other=0).to(tl.uint64) << (8 * part)
         factors = tl.load(weights + word, mask=wanted, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-        sums += _row_weight(key + run.to(tl.uint64) * key_step, seed, second) * factors * values
+        sums += row_weight(key + run.to(tl.uint64) * key_step, seed, second) * factors * values
     tl.atomic_add(out, tl.sum(sums, axis=0).to(tl.int64), sem="relaxed")
 
 

@@ -217,6 +217,15 @@ class CudaRegion:
         self._cell.close()
 
 
+class OwnMemory(DeviceMemory):
+    """Memory of a device for a region."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory, ``uint8[nbytes]``. Not to be used after :meth:`free`."""
+        return torch.as_tensor(self, device=self.device)
+
+
 class OwnCudaRegion(CudaRegion):
     """One region of ``nbytes``, in memory of the CUDA ``device`` that it allocates itself and frees when it is closed.
 
@@ -225,7 +234,7 @@ class OwnCudaRegion(CudaRegion):
     """
 
     def __init__(self, nbytes: int, layout_digest: str, device: torch.device) -> None:
-        self._memory = DeviceMemory(nbytes, device)
+        self._memory = OwnMemory(nbytes, device)
         try:
             super().__init__((nbytes,), layout_digest, lambda: (self._memory.address,), device.index)
         except BaseException:
@@ -235,7 +244,7 @@ class OwnCudaRegion(CudaRegion):
     @property
     def memory(self) -> torch.Tensor:
         """The memory, ``uint8[nbytes]``. Not to be used after :meth:`close`."""
-        return torch.as_tensor(self._memory, device=self._memory.device)
+        return self._memory.tensor
 
     def close(self) -> None:
         """Withdraw, and free the memory. Safe twice. A reader that has mapped it keeps it."""

@@ -21,7 +21,7 @@ from weightsync.protocol.messages import ReplicaResult, RoundResult
 KEYS = [
     "ok", "engine", "delivery", "transport", "trainer_ranks", "versions", "bytes_per_version", "requests_served",
     "responses_checked", "torn_responses", "mislabelled_responses", "replicas", "trainer_digest", "tokens_match", "pause_ms_p50",
-    "seconds", "kills", "recoveries", "requests_interrupted", "killed", "joined",
+    "seconds", "kills", "recoveries", "requests_interrupted", "killed", "joined", "changes",
 ]  # fmt: skip
 NAMES = ["replica-0", "replica-1"]
 SETTINGS = Settings(versions=2)

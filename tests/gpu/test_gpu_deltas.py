@@ -1,0 +1,163 @@
+"""Rounds between GPUs that move only what changed: from parameters in place and from a copy, undone, and whole where they must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tests.gpu.engine_process import Model, fingerprint
+from tests.gpu.processes import Joined, change, far
+
+from weightsync import failpoints
+from weightsync.config import ServerSettings
+from weightsync.engines.module import ModuleAdapter
+from weightsync.protocol.messages import ReplicaResult
+from weightsync.publishing import in_place
+from weightsync.server.server import BackgroundServer
+from weightsync.trainer.trainer import Trainer
+from weightsync.transports.nixl.agent import nixl_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
+pytest.importorskip("triton", reason="needs Triton")
+needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
+
+
+@pytest.fixture
+def joined() -> Iterator[Joined]:
+    settings = ServerSettings.load({"WEIGHTSYNC_REQUIRE": "0"}, port=0)  # replicas that failed are in the result
+    with BackgroundServer(settings) as server, ExitStack() as owned:
+        yield Joined(server, owned)
+
+
+@pytest.fixture
+def gate() -> Iterator[None]:
+    yield
+    failpoints.install(lambda name: None)
+
+
+def step(module: torch.nn.Module, share: float = 0.01) -> None:
+    """Change so many of the elements, by a bit of their upper half."""
+    with torch.no_grad():
+        for parameter in {id(value): value for value in module.parameters()}.values():
+            words = parameter.view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+            words ^= (torch.rand(words.shape, device=words.device) < share).to(words.dtype) << 8 * (words.element_size() - 2)
+
+
+def only(trainer: Trainer) -> ReplicaResult:
+    """Publish, to one replica."""
+    [replica] = trainer.publish(1 if trainer.last_version is None else None).replicas
+    return replica
+
+
+def models() -> tuple[Model, Model]:
+    source, target = Model().to("cuda:0"), Model().to(far())
+    change(source, 0)
+    return source, target
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", pytest.param("nixl", marks=needs_nixl)])
+def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transport: str) -> None:
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True, transports=[transport])
+    joined.engine(ModuleAdapter(target), transports=[transport])
+    trainer.wait_for_replicas()
+    whole = only(trainer)
+    assert (whole.base, whole.verified, whole.transports) == (None, "installed", (transport,))
+    for number in range(2, 6):
+        step(source, 0.01 if number < 5 else 0.0)
+        changed = only(trainer)
+        assert (changed.base, changed.verified, changed.version) == (number - 1, "installed", number)
+        assert changed.nbytes < whole.nbytes / 10
+        assert fingerprint(source) == fingerprint(target)
+
+
+def test_only_what_changed_moves_from_a_copy(joined: Joined) -> None:
+    """Float32 at the trainer, bfloat16 at the engine: what rounds to the same bits has not changed."""
+    source = torch.nn.Sequential(torch.nn.Linear(600, 900), torch.nn.LayerNorm(900), torch.nn.Linear(900, 7)).to("cuda:0")
+    target = torch.nn.Sequential(torch.nn.Linear(600, 900), torch.nn.LayerNorm(900), torch.nn.Linear(900, 7)).bfloat16().to(far())
+    trainer = joined.trainer(source, deltas=True, dtype=torch.bfloat16)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    whole = only(trainer)
+    assert whole.transports == ("cuda_ipc",)
+    for number in range(2, 5):
+        step(source)
+        with torch.no_grad():
+            source.get_parameter("0.weight")[:5].view(torch.int32)[:] ^= 1
+        changed = only(trainer)
+        assert (changed.base, changed.verified) == (number - 1, "installed")
+        assert changed.nbytes < whole.nbytes / 10
+        assert all(torch.equal(a.bfloat16().cpu(), b.cpu()) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def test_too_many_changes_move_whole(joined: Joined) -> None:
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+    step(source, 0.9)
+    assert only(trainer).base is None
+    step(source)
+    assert only(trainer).base == 2
+    assert fingerprint(source) == fingerprint(target)
+
+
+def test_where_the_last_version_finds_no_room_all_bytes_move(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "room_for_copy", lambda nbytes, device: "no room in this test")
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+    step(source)
+    assert only(trainer).base is None
+    assert fingerprint(source) == fingerprint(target)
+
+
+def test_parameters_that_moved_and_parameters_that_were_changed_get_all_bytes(joined: Joined) -> None:
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+    for parameter in target.parameters():
+        if parameter is not target.embed.weight:
+            parameter.data = parameter.data.clone()
+    step(source)
+    assert only(trainer).base is None
+    assert fingerprint(source) == fingerprint(target)
+    with torch.no_grad():
+        target.large[7, 7] += 64.0
+    step(source)
+    assert only(trainer).base is None
+    assert fingerprint(source) == fingerprint(target)
+
+
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("point", ["engine.move", "engine.applied", "engine.moved"])
+def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: str) -> None:
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True)
+    engine = joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+    before = fingerprint(target)
+    step(source)
+
+    def fail(name: str) -> None:
+        if name == point:
+            raise OSError("the disk of this test is full")
+
+    failpoints.install(fail)
+    replica = only(trainer)
+    failpoints.install(lambda name: None)
+    assert (replica.state, replica.version, replica.base) == ("loaded", 1, None)
+    assert "full" in str(replica.error)
+    assert fingerprint(target) == before
+    assert engine.serving is not None and engine.serving.number == 1
+    step(source)
+    assert only(trainer).error is None
+    assert fingerprint(source) == fingerprint(target)

@@ -8,9 +8,9 @@ key frame  the rank's shards, where they are in its region. A shard that is a wh
 delta      ``ends`` and ``lists``: the words of the region that changed since the object before it
 =========  ========================================================================================================================
 
-A delta cuts the region into blocks of 8 KiB, and these into words of two bytes, whatever the dtypes. ``ends[block]`` is where the
-block's list ends, in words. A list has the n places of the words in the block, ascending, then their n values; or it is the block, where
-half of its words or more changed.
+A delta cuts the region into blocks of 8 KiB, and these into words of two bytes, whatever the dtypes. ``ends[block]`` is
+where the block's list ends, in words. A list has the n places of the words in the block, ascending, then their n values; or
+it is the block, where half of its words or more changed.
 
 Bytes between two shards are tensors, too, as the format allows no gaps: ``_padding.0``, ``_padding.1``.
 """

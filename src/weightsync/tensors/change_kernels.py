@@ -19,6 +19,7 @@ TILE_COLUMNS = 15
 """Columns of a table of tiles, see :func:`weightsync.tensors.changes.change_tiles`."""
 
 _MASK = 4095  # of a word's position in a digest block
+_AHEAD = 12  # words between one that is worked on and one that is fetched
 
 
 @raw.inlined
@@ -191,17 +192,20 @@ def unite_changes(sections: int, last: int, steps: int, number: int, counts: int
     return used
 
 
-@raw.inlined
-def _share(value, byte, key, columns):
-    # What ``value`` at byte ``byte`` of a tensor row adds to the row's digest.
-    word = byte >> 2
-    column = np.uint64(raw.load32(columns, word & _MASK))
-    return raw.factor(key + (word >> 12), columns) * (column * (value << np.uint64(8 * (byte & 3))))
-
-
-@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def apply_changes(
-    tiles: int, first: int, last: int, counts: int, at: int, payload: int, kept: int, step: int, out: int, columns: int, stop: int
+    tiles: int,
+    first: int,
+    last: int,
+    counts: int,
+    at: int,
+    payload: int,
+    kept: int,
+    step: int,
+    then: int,
+    out: int,
+    columns: int,
+    stop: int,
 ) -> int:
     """Work on the targets of the tiles ``first <= i < last``, at those words of their source that changed.
 
@@ -215,6 +219,7 @@ def apply_changes(
         kept: Address of as many units: the words that are replaced, each in the place of its successor's value.
         step: 0 keeps what is in the target, and adds to ``out[row]`` what replacing it would add to the row's digest. 1 replaces
             it. 2 writes back what was kept. 3 adds what the target's difference from what was kept adds.
+        then: The next step of each tile, while its target is in the cache; ``step`` again for none.
         out: Address of the digests, a ``uint64`` for each row of the target layout.
         columns: Address of the constants, see :class:`~weightsync.tensors.digest.DigestConstants`.
         stop: Address of a byte. Once it is not zero, this returns early.
@@ -228,42 +233,61 @@ def apply_changes(
         row = tiles + tile * (8 * TILE_COLUMNS)
         begin, stride, rows, size = raw.int64(row, 0), raw.int64(row, 1), raw.int64(row, 4), raw.int64(row, 5)
         section, nbytes, word = raw.int64(row, 12), raw.int64(row, 13), raw.int64(row, 14)
-        total = np.uint64(0)
-        for block in range(begin // CHANGE_BLOCK, (begin + (rows - 1) * stride + size - 1) // CHANGE_BLOCK + 1):
-            count = np.int64(raw.load16(counts, section + block))
-            if count == 0:
-                continue
-            room = min(np.int64(CHANGE_BLOCK), nbytes - block * CHANGE_BLOCK)
-            whole, behind, _ = list_of(count, word, room)
-            places = payload + 4 * raw.int64(at, section + block)
-            values, saved = places + behind, kept + 4 * raw.int64(at, section + block) + behind
-            before = np.int64(-1)
-            words = room // word if whole else count
-            for index in range(words):
-                place = index if whole else np.int64(raw.load16(places, index))
-                if step == 0:
-                    if place <= before or (place + 1) * word > room:
-                        return -1 - section - block
-                    before = place
-                byte = block * CHANGE_BLOCK + place * word - begin
-                run = np.int64(0)
-                if rows > 1 and byte >= 0:
-                    run = byte // stride
-                    byte -= run * stride
-                if byte < 0 or byte >= size or run >= rows:
+        target, target_stride, apart = raw.int64(row, 2), raw.int64(row, 3), stride if rows > 1 else np.int64(1) << 62
+        lead, lead_step, blocks = raw.int64(row, 7), raw.int64(row, 8), raw.int64(row, 11)
+        first_byte, byte_step = raw.int64(row, 9), raw.int64(row, 10)
+        for turn in range(1 if step == then else 2):
+            doing = step if turn == 0 else then
+            total = np.uint64(0)
+            for block in range(begin // CHANGE_BLOCK, (begin + (rows - 1) * stride + size - 1) // CHANGE_BLOCK + 1):
+                count = np.int64(raw.load16(counts, section + block))
+                if count == 0:
                     continue
-                to = raw.int64(row, 2) + run * raw.int64(row, 3) + byte
-                now = _load(to, 0, word)
-                if step == 0:
-                    _store(saved, index, now, word)
-                if step == 1:
-                    _store(to, 0, _load(values, index, word), word)
-                elif step == 2:
-                    _store(to, 0, _load(saved, index, word), word)
-                else:
-                    key = (raw.int64(row, 7) + run * raw.int64(row, 8)) * raw.int64(row, 11)
-                    where = raw.int64(row, 9) + run * raw.int64(row, 10) + byte
-                    difference = _load(values, index, word) - now if step == 0 else now - _load(saved, index, word)
-                    total += _share(difference, where, key, columns)
-        raw.put(out, raw.int64(row, 6), raw.load64(out, raw.int64(row, 6)) + total)
+                room = min(np.int64(CHANGE_BLOCK), nbytes - block * CHANGE_BLOCK)
+                whole, behind, _ = list_of(count, word, room)
+                places = payload + 4 * raw.int64(at, section + block)
+                values, saved = places + behind, kept + 4 * raw.int64(at, section + block) + behind
+                # Places ascend, so the run of a word is found by counting on, and the factor of its digest block seldom changes.
+                offset, before = block * CHANGE_BLOCK - begin, np.int64(-1)
+                run = max(offset, np.int64(0)) // apart
+                base = run * apart
+                last_key, factor = np.int64(-1), np.uint64(0)
+                words = room // word if whole else count
+                for index in range(words):
+                    place = index if whole else np.int64(raw.load16(places, index))
+                    if doing == 0:
+                        if place <= before or (place + 1) * word > room:
+                            return -1 - section - block
+                        before = place
+                    byte = offset + place * word
+                    if byte < 0:
+                        continue
+                    while byte - base >= apart:
+                        base += apart
+                        run += 1
+                    byte -= base
+                    if byte >= size or run >= rows:
+                        continue
+                    to = target + run * target_stride + byte
+                    if not whole and index + _AHEAD < words:  # where that word is, if the target is contiguous, too
+                        raw.prefetch(to + (np.int64(raw.load16(places, index + _AHEAD)) - place) * word)
+                    if doing == 1:
+                        _store(to, 0, _load(values, index, word), word)
+                        continue
+                    if doing == 2:
+                        _store(to, 0, _load(saved, index, word), word)
+                        continue
+                    now = _load(to, 0, word)
+                    if doing == 0:
+                        _store(saved, index, now, word)
+                        difference = _load(values, index, word) - now
+                    else:
+                        difference = now - _load(saved, index, word)
+                    where = first_byte + run * byte_step + byte
+                    key = (lead + run * lead_step) * blocks + (where >> 14)
+                    if key != last_key:
+                        last_key, factor = key, raw.factor(key, columns)
+                    column = np.uint64(raw.load32(columns, (where >> 2) & _MASK))
+                    total += factor * (column * (difference << np.uint64(8 * (where & 3))))
+            raw.put(out, raw.int64(row, 6), raw.load64(out, raw.int64(row, 6)) + total)
     return last - first

@@ -355,23 +355,21 @@ class HostChanges(Changes):
 
     def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
         """See :meth:`Changes.predict`."""
-        self._run(0, digests, stop)
+        self._run(0, 0, digests, stop)
 
     def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
         """See :meth:`Changes.apply`."""
-        self._run(1, digests, stop)
-        self._run(3, digests, stop)
+        self._run(1, 3, digests, stop)
 
     def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
         """See :meth:`Changes.revert`."""
-        self._run(2, digests, stop)
-        self._run(3, digests, stop)
+        self._run(2, 3, digests, stop)
 
-    def _run(self, step: int, digests: UInt64, stop: Stop) -> None:
+    def _run(self, step: int, then: int, digests: UInt64, stop: Stop) -> None:
         tiles = self._planned.tiles
         finished = apply_changes(
             tiles.ctypes.data, 0, len(tiles), self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,
-            self._kept.ctypes.data, step, digests.ctypes.data, columns_address, stop.ctypes.data,
+            self._kept.ctypes.data, step, then, digests.ctypes.data, columns_address, stop.ctypes.data,
         )  # fmt: skip
         if finished < 0:
             raise ProtocolError(f"the changes of block {-1 - finished} of the source are not in order, or outside of it")

@@ -22,7 +22,7 @@ import weightsync.engine.fill.streamed
 import weightsync.engine.fill.windows
 import weightsync.engine.read_back
 import weightsync.protocol.dial
-import weightsync.publishing.host_changes
+import weightsync.publishing.listed_changes
 import weightsync.publishing.published_shards
 import weightsync.trainer.stream_plan
 import weightsync.trainer.trainer_role
@@ -175,7 +175,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (weightsync.trainer.trainer_role, "DigestConstants", _constants),
     (weightsync.engine.fill.streamed, "available_bytes", _available),
     (weightsync.engine.fill.windows, "available_bytes", _available),
-    (weightsync.publishing.host_changes, "available_bytes", _available),
+    (weightsync.publishing.listed_changes, "available_bytes", _available),
     (weightsync.publishing.published_shards, "packed_layout", _remembering(packed_layout, _boxes)),
     (weightsync.transports.host.memory, "available_bytes", _available),
     (weightsync.coordinator.planner, "_memory", functools.cache(weightsync.coordinator.planner._memory)),

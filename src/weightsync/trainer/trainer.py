@@ -97,8 +97,7 @@ class Trainer(Closeable):
     GPU, ``offload`` makes room for the engine when a publication begins (the weights must stay), and ``restore`` is called at its
     end, also after a failure. With ``seeds=False`` on every rank a version can be read only until its publication ends. With
     ``new_epoch=True`` on every rank a trainer that continues from an earlier checkpoint may use version numbers again.
-    With ``deltas=True`` (or the most bytes that they may take) the words that changed since the version before are listed, and
-    replicas that serve that version read only these, before they pause; it takes one more copy of the shards in host memory.
+    With ``deltas=True`` (or the most bytes of lists) replicas read only words that changed; it takes one more copy of the shards.
     ``quantize`` publishes matrices in low precision, each as data and scales under the names of a quantized checkpoint: it maps
     patterns of names to formats (``{"*_proj.weight": "fp8-block"}``; ``None`` leaves what matches), the same on every rank.
     ``pause_mode``, the same on every rank, is what an update does to running requests: ``"abort"`` ends them with partial output,
@@ -110,8 +109,7 @@ class Trainer(Closeable):
 
     ::
 
-        trainer = weightsync.Trainer(model, coordinator="http://head:7400")
-        trainer.publish(step)  # after each optimizer step, or every few
+        weightsync.Trainer(model, coordinator="http://head:7400").publish(step)  # after each optimizer step, or every few
     """
 
     _closed = False
@@ -554,10 +552,7 @@ class Trainer(Closeable):
         last = self._version
         unchanged = last is not None and last.digest == version.digest and last != version
         if unchanged and not self._unchanged:
-            _log.warning(
-                "version %s has the same digest as version %s: no weight changed in between. Does the optimizer update the "
-                "published tensors?", version, last,
-            )  # fmt: skip
+            _log.warning("version %s has the same digest as %s: does the optimizer update the published tensors?", version, last)
         self._unchanged = unchanged
 
     def _check_open(self) -> None:

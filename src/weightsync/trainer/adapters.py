@@ -74,6 +74,12 @@ class Adapters(Closeable):
     stages it and digests it, and only when all have it may requests use it. Running requests go on with the version that they began
     with. For a new request ``alice/math`` is the newest version that its replica has, and ``alice/math@2`` is that version.
 
+    ::
+
+        adapters = weightsync.Adapters(peft_model, base=trainer)
+        adapters.publish("alice/math")          # alice/math@0, then @1, ...
+        adapters.retire("alice/math", keep=2)
+
     Args:
         state: A model with PEFT's adapters, or an adapter's tensors (plain, DTensors, or a :class:`ShardedState`) by the names in
             PEFT's files, with or without ``base_model.model.``.
@@ -97,12 +103,6 @@ class Adapters(Closeable):
     Raises:
         ConfigurationError: The adapter has parts that cannot be published, such as DoRA's magnitudes.
         WeightSyncError: As :class:`Trainer` raises.
-
-    ::
-
-        adapters = weightsync.Adapters(peft_model, base=trainer)
-        adapters.publish("alice/math")          # alice/math@0, then @1, ...
-        adapters.retire("alice/math", keep=2)
     """
 
     def __init__(

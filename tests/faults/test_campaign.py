@@ -34,6 +34,7 @@ from tests.faults.weights import MANIFEST, Weights, fill
 from weightsync import external, failpoints
 from weightsync.engine import session_front
 from weightsync.model import Version
+from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import (
     CheckSources,
     Commit,
@@ -185,11 +186,14 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
         Revert,
     )
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
+    of_adapters = (PrepareLora, StageLora, RegisterLora, DropLora)
+    received |= {f"engine.lora.received.{message.__name__.lower()}" for message in of_adapters}
     assert named | received | _of_a_front("engine") == EVERY_POINT | {
         *points.STREAM_POINTS,
         *points.SOURCE_POINTS,
         *points.KEYED_POINTS,
         *points.DELTA_POINTS,
+        *points.LORA_POINTS,
     }
 
 

@@ -568,9 +568,7 @@ VARIABLES = {
     "WEIGHTSYNC_REPLICA_URL": Variable("engines", "URL at which routers reach this replica, told to them by the coordinator."),
     "WEIGHTSYNC_DELIVERY": Variable("vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if possible.", "``auto``"),
     "WEIGHTSYNC_DRAFT_PREFIX": Variable("vLLM", "Prefix of the names of a speculative decoder's tensors."),
-    "WEIGHTSYNC_UPDATE_NETWORKS": Variable(
-        "vLLM", "Networks in which the process group of an update from outside may meet, separated by commas.", "any"
-    ),
+    "WEIGHTSYNC_UPDATE_NETWORKS": Variable("vLLM", "Networks where updates from outside may meet, separated by commas.", "any"),
     "RANK": Variable("trainers, engines", "Rank of this process, as torchrun sets it. Needs ``WORLD_SIZE``.", "torch, Slurm, or 0"),
     "WORLD_SIZE": Variable("trainers, engines", "Number of ranks, as torchrun sets it. Needs ``RANK``.", "torch, Slurm, or 1"),
     "SLURM_STEP_ID": Variable("trainers, engines", "Set by srun: the two variables below count."),
@@ -582,6 +580,7 @@ VARIABLES = {
     "HOME": Variable("coordinator", "Folder of the history of rounds, without ``XDG_STATE_HOME``."),
     "SGLANG_PLUGINS": Variable("``weightsync.integrations sglang``", "Plugins that SGLang loads.", "all"),
     "VERL_USE_EXTERNAL_PLUGINS": Variable("``weightsync.integrations verl``", "Plugins that verl loads.", "``auto``"),
+    "RAY_LOCAL_WORLD_SIZE": Variable("verl's rollout ranks", "Ranks of the rollout on this node, as verl sets it."),
     "VLLM_PLUGINS": Variable("frameworks' ranks", "Plugins that vLLM loads.", "all"),
 }
 """Every variable that weightsync reads, beside the fields of :class:`ServerSettings`, :class:`Limits`, :class:`ClientSettings` and

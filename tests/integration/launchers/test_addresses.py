@@ -134,7 +134,7 @@ def test_every_interface_is_known_by_its_name() -> None:
 )
 def test_an_interface_without_ipv4_has_its_ipv6_address(monkeypatch: pytest.MonkeyPatch, table: str, address: str | None) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (4, "ghost0"), (5, "ghost1")])
-    monkeypatch.setattr(host, "_text", lambda path: table if path == "/proc/net/if_inet6" else "")
+    monkeypatch.setattr(host, "text_of", lambda path: table if path == "/proc/net/if_inet6" else "")
     if address is None:
         with pytest.raises(weightsync.TransportUnavailable, match="ghost0 has no address"):
             host.own_address("ghost0")

@@ -121,7 +121,7 @@ def test_the_command_line_serves_and_asks_over_tls(files: Files) -> None:
             assert asked.exit_code == 0, asked.output
             refused = CliRunner().invoke(app, ["status", "-c", found.group(), "--json"])
             assert refused.exit_code != 0
-            assert "certificate" in refused.stderr
+            assert "certificate" in refused.output
         finally:
             child.send_signal(signal.SIGTERM)
             child.wait(15)

@@ -17,7 +17,7 @@ from weightsync.config import ServerSettings
 from weightsync.errors import DeadlineExceeded, RoundFailed, WeightSyncError
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import Meeting, StreamSender, join
+from weightsync.integrations.stream_ranks import Meeting, ShardSource, StreamSender, join
 from weightsync.integrations.updates import GRACE
 from weightsync.model import RoundResult
 from weightsync.server.server import BackgroundServer
@@ -39,14 +39,14 @@ class Updates:
     def __init__(self, url: str, owned: ExitStack, shards: bool) -> None:
         self.meeting = Meeting(url, SECONDS, NAMES)
         self.weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.state = self.weights if shards else None
+        self.source = ShardSource(self.weights, None, OPTIONS.transports) if shards else None
         self.manifest = manifest_of(self.weights) if shards else None
         self.senders = [StreamSender(OPTIONS, 1 << 15, "trainer", owned) for _ in range(TRAINERS)]
         self.pool = owned.enter_context(ThreadPoolExecutor(TRAINERS + len(NAMES)))
 
     def join(self) -> None:
         for rank, sender in enumerate(self.senders):
-            sender.join(self.meeting.coordinator, rank, TRAINERS, self.state)
+            sender.join(self.meeting.coordinator, rank, TRAINERS, self.source)
 
     def leave(self) -> None:
         for sender in self.senders:
@@ -60,7 +60,7 @@ class Updates:
             tensor.normal_(generator=torch.Generator().manual_seed(step))
 
         def send(sender: StreamSender) -> Callable[[], RoundResult]:
-            whole = None if self.state is not None else iter(self.weights.items())
+            whole = None if self.source is not None else iter(self.weights.items())
             return lambda: asyncio.run(sender.send(whole, self.meeting, step))
 
         def receive(name: str) -> Callable[[], dict[str, torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -98,7 +97,7 @@ class ServedReplica:
             "prefill and decode are disaggregated": getattr(getattr(config, "disaggregation", None), "enabled", False),
             "the rollout has a draft model (mtp)": getattr(mtp, "enable", False) and getattr(mtp, "enable_rollout", False),
             "vLLM's data parallelism is untested": config.data_parallel_size > 1,
-            "the replica spans several nodes": ranks > int(os.environ["RAY_LOCAL_WORLD_SIZE"]),
+            "the replica spans several nodes": ranks > int(variable("RAY_LOCAL_WORLD_SIZE", str(ranks))),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

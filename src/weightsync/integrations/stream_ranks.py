@@ -57,7 +57,7 @@ class Meeting(msgspec.Struct, frozen=True):
 class ShardSource(NamedTuple):
     """Shards that a trainer rank publishes in the place of a stream."""
 
-    state: torch.nn.Module | ShardedState
+    state: torch.nn.Module | Mapping[str, torch.Tensor] | ShardedState
     dtype: DTypes
     """In which they travel."""
     transports: tuple[str, ...] | None

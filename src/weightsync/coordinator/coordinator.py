@@ -67,7 +67,7 @@ _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of startin
 _FAN_OUT_SECONDS = 1.0
 
 
-async def _nobody() -> None:
+async def _no_announcement() -> None:
     pass
 
 
@@ -92,7 +92,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
-        self.announced: Callable[[], Awaitable[None]] = _nobody
+        self.announced: Callable[[], Awaitable[None]] = _no_announcement
         """Returns when routers know which replicas serve now; by default there are none."""
         self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)

@@ -61,7 +61,7 @@ class _LoraStaging:
 
 
 class LoraRole(SessionFront):
-    """Brings versions of adapters to one engine rank, on a thread of their own.
+    """Brings versions of adapters to one engine rank, on a separate thread.
 
     ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do.
     """
@@ -202,7 +202,7 @@ class LoraRole(SessionFront):
             raise VersionError(f"{label} is for {_described(spec.base)}, and this engine holds {_described(base)}")
 
     def _unstage(self) -> None:
-        """Free what an earlier attempt staged and nobody registered."""
+        """Free what an earlier attempt staged and did not register."""
         staged, self._staged, self._prepared = self._staged, None, None
         if staged is not None:
             self._adapter.drop_lora(staged[0])

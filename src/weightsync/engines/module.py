@@ -79,7 +79,7 @@ class ModuleAdapter(EngineAdapter):
         """Block rounds inside the context, which yields the module's version (``None`` before the first). One user at a time.
 
         With ``adapter`` the module computes with that LoRA adapter, and its version is yielded: with ``alice/math`` the newest
-        that is served when the context begins, with ``alice/math@2`` that one. Publications of adapters wait for nobody.
+        that is served when the context begins, with ``alice/math@2`` that one. Publications of adapters do not wait for it.
 
         Raises:
             VersionError: The adapter is not served here.
@@ -226,7 +226,7 @@ class ModuleAdapter(EngineAdapter):
         self._adapters().register(version)
 
     def drop_lora(self, label: str) -> None:
-        """Forget the version, when nobody computes with it."""
+        """Free the version once no call computes with it."""
         if self._loras is not None:
             self._loras.drop(label)
 

@@ -13,7 +13,7 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK, list_of
 
 @raw.compiled("int64(int64, int64, int64, int64, int64, int64)")
 def fold_changes(region: int, nbytes: int, ends: int, lists: int, first: int, last: int) -> int:
-    """Replace the words of the blocks ``first <= i < last`` of a region as their lists say, which are checked meanwhile.
+    """Replace the words of the blocks ``first <= i < last`` of a region as their lists say, and check these.
 
     Args:
         region: Address of ``nbytes`` bytes.
@@ -81,7 +81,7 @@ def lists_of_region(sections: int, number: int, counts: int, payload: int, regio
         lists: Address of as many bytes as the region has.
 
     Returns:
-        Words of ``lists`` that are used; -1 if the payload was overwritten meanwhile.
+        Words of ``lists`` that are used; -1 if the payload was overwritten while it was read.
     """
     used, current, marked, number_of, at = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     marks = np.zeros(CHANGE_BLOCK // 2, np.uint8)

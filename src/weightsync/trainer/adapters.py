@@ -1,4 +1,4 @@
-"""What a training script uses to publish LoRA adapters, as versions of their own beside those of the base weights."""
+"""What a training script uses to publish LoRA adapters, as separate versions beside those of the base weights."""
 
 from __future__ import annotations
 

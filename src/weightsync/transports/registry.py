@@ -95,7 +95,7 @@ def transports_for(given: Sequence[Transport | str] | None, encrypted: bool = Fa
 def choose(offers: Sequence[Offer], allowed: Sequence[Transport], local_host: Host) -> list[tuple[Transport, Offer]]:
     """The offers that a reader on ``local_host`` can use, each with its transport, in the order in which to try them.
 
-    A transport of a third party comes before the built-in ones, in the publisher's order: somebody who installs one wants it.
+    A transport of a third party comes before the built-in ones, in the publisher's order: installing one is asking for it.
     Raises :class:`~weightsync.errors.TransportUnavailable` with each offer and why it does not reach.
     """
     order = {name: place for place, name in enumerate(BUILT_IN)}

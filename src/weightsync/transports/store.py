@@ -51,7 +51,7 @@ class Store(Transport):
 class StoreReader(BlockingReader):
     """Reads one trainer rank's part of one version, see :class:`~weightsync.transports.base.Reader`.
 
-    Where this process has a store of its own in its settings, it reads there.
+    A store in this process's own settings replaces the one in the offer.
     """
 
     def __init__(self, address: StoreAddress, public: bytes, deadline: Deadline) -> None:

@@ -92,7 +92,7 @@ class StagedChanges:
 
         Raises:
             ProtocolError: They are no lists.
-            Aborted: :meth:`abort` was called meanwhile.
+            Aborted: :meth:`abort` was called during it.
         """
         digests = self._base_digests.copy()
         for changes in self._changes:
@@ -113,7 +113,7 @@ class StagedChanges:
 
         Raises:
             ProtocolError: They are not what they were.
-            Aborted: :meth:`abort` was called meanwhile.
+            Aborted: :meth:`abort` was called during it.
         """
         self._stop[0] = 0
         digests = self._base_digests.copy()

@@ -46,7 +46,7 @@ _PACK_SECONDS = 60.0
 
 
 class _Registration:
-    """A region registered with an agent of its own. Its memory stays mapped until :meth:`close`."""
+    """A region registered with a separate agent. Its memory stays mapped until :meth:`close`."""
 
     def __init__(self, region: PublishedRegion | CudaRegion, options: Mapping[str, str], buffer_bytes: int) -> None:
         self.agent = Agent(options)

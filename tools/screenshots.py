@@ -24,7 +24,7 @@ from weightsync.config import Secret
 from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, Challenger
 from weightsync.server.page import HTML
 
-__all__ = ["ARGUMENTS", "SCREENSHOTS", "chromium", "main", "stamp"]
+__all__ = ["ADDRESS", "ARGUMENTS", "SCREENSHOTS", "answers", "chromium", "main", "stamp"]
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "page.json"
@@ -38,7 +38,8 @@ SCREENSHOTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """The browser's settings, and what of the page is shown: an element, or as much as fits on the screen."""
 
-_ORIGIN, _TOKEN = "https://coordinator.example", "shown-nowhere"
+_TOKEN = "shown-nowhere"
+ADDRESS = f"https://coordinator.example/#token={_TOKEN}"
 _KEYWORD = b"weightsync\0"
 
 
@@ -78,7 +79,7 @@ def _browser() -> Iterator[Any]:
             browser.close()
 
 
-def _answers(data: dict[str, Any]) -> Callable[[Any], None]:
+def answers(data: dict[str, Any]) -> Callable[[Any], None]:
     """Return what answers the page's requests. The stream of events stays open without an event."""
 
     challenger = Challenger(Secret(_TOKEN))
@@ -102,8 +103,8 @@ def _take(browser: Any, name: str, data: dict[str, Any]) -> bytes:
     settings, element = SCREENSHOTS[name]
     with browser.new_context(**settings, device_scale_factor=1, locale="en-GB", timezone_id="UTC") as context:
         page = context.new_page()
-        page.route("**/*", _answers(data))
-        page.goto(f"{_ORIGIN}/#token={_TOKEN}")
+        page.route("**/*", answers(data))
+        page.goto(ADDRESS)
         page.locator("#waterfall .bar").first.wait_for()
         page.locator("#chart canvas").wait_for()
         page.evaluate("document.fonts.ready")

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed here: pip install '.[browser]'")
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 from playwright.sync_api import TimeoutError as PageTimeout
 from tools.screenshots import ARGUMENTS, chromium
 
-__all__ = ["Page", "PageTimeout", "check_accessibility", "check_width", "page", "replica_rows"]
+__all__ = ["Page", "PageTimeout", "browser", "check_accessibility", "check_width", "page", "replica_rows"]
 
 _BROWSER = chromium()
 if _BROWSER is None:
@@ -23,17 +23,23 @@ if _BROWSER is None:
 _MILLISECONDS = 30_000
 
 
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """An empty page."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of a module."""
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=_BROWSER, args=ARGUMENTS)
+        opened = driver.chromium.launch(executable_path=_BROWSER, args=ARGUMENTS)
         try:
-            opened = browser.new_page()
-            opened.set_default_timeout(_MILLISECONDS)
             yield opened
         finally:
-            browser.close()
+            opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page, in a profile that no other test has used."""
+    with browser.new_context() as context:
+        context.set_default_timeout(_MILLISECONDS)
+        yield context.new_page()
 
 
 def check_accessibility(page: Page) -> None:

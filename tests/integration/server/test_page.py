@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import secrets
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from tests.integration.server.browser import Page, check_accessibility, check_width, page
+from tests.integration.server.browser import Page, browser, check_accessibility, check_width, page
 from tests.integration.server.service_support import RawAgent, engine_hello, free_port, joined, trainer_hello
 from tests.integration.server.test_service_theft import Squatter, http
 from tests.integration.server.test_sight import SlowAdapter, publish
+from tools.screenshots import ADDRESS, DATA, answers
 
 from weightsync.config import ClientSettings, Secret, ServerSettings
 from weightsync.model import Manifest, TensorSpec
@@ -20,7 +24,7 @@ from weightsync.protocol.tokens import login_url
 from weightsync.server.page import HTML
 from weightsync.server.server import BackgroundServer
 
-__all__ = ["page"]
+__all__ = ["browser", "page"]
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,7 +42,7 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path
         assert "weightsync token" in text_with(page, "This coordinator needs its token.")
         check_accessibility(page)
         page.goto(login_url(server.address, Secret(server.token)))  # in the same tab: only the fragment changes
-        assert "no version can be seeded" in text_with(page, "run run")
+        assert "nothing published yet" in text_with(page, "run run")
         assert page.inner_text("#chip") == "waiting for replicas"
         assert "needs its token" not in page.inner_text("body")
         assert server.token not in page.evaluate("location.href + JSON.stringify(history.state)")
@@ -47,7 +51,7 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path
             trainer.link.call(Publish(3), 20)
             shown = text_with(page, "16 B")
             assert re.search(r"mine-0\s+serving\s+3\s+0\s+\d+ s\s+\S+\s+\S+ m?s\s+1/1\s+host · \d+", shown)
-            assert re.search(r"\d\d:\d\d:\d\d\s+1\s+3\s+ok\s+16 B", shown)
+            assert re.search(r"\d\d:\d\d:\d\d\s+1\s+3\s+ok\s+1/1\s.*\s16 B", shown)
             check_accessibility(page)
         page.locator("#replicas .left").wait_for()
         shown = page.inner_text("body")
@@ -70,10 +74,10 @@ def test_the_page_of_a_coordinator_that_died_sends_the_token_to_nobody(page: Pag
     page.on("request", lambda request: given.append((request.url, request.headers.get("authorization"))))
     with BackgroundServer(settings) as server:
         page.goto(login_url(server.address, Secret(server.token)))
-        text_with(page, "no version can be seeded")
+        text_with(page, "nothing published yet")
     text_with(page, "does not answer; trying again")
     with BackgroundServer(settings):  # a restart, with the same token
-        text_with(page, "no version can be seeded")
+        text_with(page, "nothing published yet")
     text_with(page, "does not answer; trying again")
     with Squatter(settings.port, http("200 OK", b'{"nonce": "%s", "proof": "%s"}' % (b"0" * 96, b"0" * 64))) as squatter:
         text_with(page, "the page has stopped")
@@ -114,7 +118,7 @@ def test_the_page_names_the_slow_rank_fits_any_screen_and_is_accessible(page: Pa
         label = page.locator("#waterfall tr", has_text="b/1").locator(".lane").get_attribute("aria-label")
         assert re.search(r"flush \d{3} ms", str(label))
         assert page.locator("#chart canvas").count() == 1
-        page.locator("button.round").last.click()
+        page.locator("#rounds button").last.click()
         text_with(page, "Round 1,")
         assert page.evaluate("location.hash") == "#round=1"
         page.evaluate("drawnRounds = ''")
@@ -148,7 +152,9 @@ def test_a_refused_a_killed_and_a_dead_trainer_are_alerts_with_a_fix_and_a_place
                 with RawAgent(server.address, server.token) as agent:
                     agent.say(hello)
                     agent.hear()
-            text_with(page, re.compile(r"refused-0 was refused\. Last seen: process \d+ on host\. "))  # "Last seen" once it has gone
+            text_with(
+                page, re.compile(r"refused-0 was refused\. Last seen: process \d+ on host\. ")
+            )  # "Last seen" once it has gone
             shown = text_with(page, "2 problems")
             assert page.locator("#replicas .left").inner_text() == "left", "a later trainer does not refuse what has left"
             assert re.search(r"mine-0/0 disappeared .* Last seen: process \d+ on host\.", shown)
@@ -157,10 +163,85 @@ def test_a_refused_a_killed_and_a_dead_trainer_are_alerts_with_a_fix_and_a_place
             assert page.locator("#replicas th").all_inner_texts() == ["mine-0", "refused-0", "left-0"]
         shown = text_with(page, "3 problems")
         assert "trainer/0 disappeared" in shown
-        assert "trainer ranks 0/1" in shown
+        assert page.locator("#tiles div").first.inner_text().split("\n") == ["fine?", "no", "3 problems · trainer ranks 0/1"]
         assert page.title() == "(3) 0/2 serving · weightsync"
         check_accessibility(page)
         check_width(page)
     page.locator("#dead:visible").wait_for()
     assert page.title() == "(!) no answer · weightsync"
     check_accessibility(page)
+
+
+def crowd(replicas: int, ranks: int) -> dict[str, Any]:
+    """The recorded answers, of more replicas, of which ``rollout-27`` has lost rank 3 and ``rollout-5`` is slow."""
+    data: dict[str, Any] = json.loads(DATA.read_text())
+    status, trace = data["/v1/status"], data["/v1/trace"]
+    healthy, track = status["replicas"][1], next(track for track in trace["tracks"] if track["party"] == "engine")
+    status["replicas"], trace["tracks"] = [], [track for track in trace["tracks"] if track["party"] != "engine"]
+    for number in range(replicas):
+        replica = {**copy.deepcopy(healthy), "name": f"rollout-{number}", "world_size": ranks}
+        place = {"host": f"gpu-node-{number:02}", "ended": None}
+        replica["ranks"] = [
+            {**place, "member": f"rollout-{number}/{rank}", "rank": rank, "pid": 4000 + rank} for rank in range(ranks)
+        ]
+        status["replicas"].append(replica)
+        trace["tracks"] += [{**track, "member": rank["member"]} for rank in replica["ranks"]]
+    lost = status["replicas"][27]
+    lost |= {"state": "lost", "service": "lost", "missing": [3], "gone": [lost["ranks"].pop(3)], "version": None, "verified": ""}
+    alert = {"level": "error", "subject": "rollout-27", "kind": "lost", "text": "rollout-27/3 disappeared.", "fix": "Restart it."}
+    status["alerts"] = [
+        {**status["alerts"][0], **alert, "round": None},
+        {**status["alerts"][0], "subject": "rollout-5", "text": "rollout-5 is slow: paused for 0.30 s"},
+    ]
+    return data
+
+
+def test_32_replicas_of_8_ranks_fit_a_screen_with_the_problems_first(page: Page) -> None:
+    data = crowd(32, 8)
+    page.route("**/*", answers(data))
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(ADDRESS)
+    page.locator("#waterfall .bar").first.wait_for()
+    assert page.locator("#replicas th").all_inner_texts() == ["rollout-27", "rollout-5"]
+    tiles = [tile.split("\n") for tile in page.locator("#tiles > div").all_inner_texts()]
+    assert tiles[0] == ["fine?", "no", "2 problems · trainer ranks 1/1"]
+    assert tiles[1] == ["on the newest version", "31 of 32", "replicas · version 7"]
+    assert tiles[2][2] == "version 7 · verified at 31 of 32 (installed)"
+    assert re.fullmatch(r"yes, [2-9]\.\d times", tiles[3][1]), "the recorded round was slow"
+    assert tiles[4] == ["at fault", "rollout-27", "lost · gpu-node-27 · 4003"]
+    bottom = "id => document.getElementById(id).getBoundingClientRect().bottom"
+    assert page.evaluate(bottom, "more-replicas") < 660
+    assert page.evaluate("document.documentElement.scrollHeight") < 2 * 900
+    assert page.locator("#waterfall tr").count() == 12, "the coordinator, the trainer and the ten slowest ranks"
+    check_width(page)
+    check_accessibility(page)
+
+    page.get_by_role("button", name="30 replicas serve the newest version: show them").focus()
+    data["/v1/status"]["alerts"].pop()
+    page.evaluate("refresh()")
+    page.get_by_role("button", name="31 replicas").wait_for()  # the focus is kept
+    page.keyboard.press("Enter")
+    assert page.locator("#replicas th").count() == 32
+    assert page.evaluate("[document.activeElement.textContent, document.activeElement.ariaExpanded].join()") == "Show fewer,true"
+    page.get_by_role("button", name="show all").click()
+    assert page.locator("#waterfall tr").count() == 2 + 32 * 8
+    data["/v1/status"]["alerts"] *= 20
+    page.evaluate("refresh()")
+    page.get_by_role("button", name="Show 16 more problems").click()
+    assert page.locator(".alert").count() == 20
+
+
+def test_the_focus_runs_from_the_problems_down_and_a_refresh_leaves_it(page: Page) -> None:
+    data = json.loads(DATA.read_text())
+    page.route("**/*", answers(data))
+    page.goto(ADDRESS)
+    page.locator("#waterfall .bar").first.wait_for()
+    reached = []
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent.slice(0, 20).trim()"))
+        data["/v1/status"]["now"] += 1
+        page.evaluate("refresh()")
+        page.wait_for_function("now => status.now === now", arg=data["/v1/status"]["now"])
+    assert reached[0] == "Show round 8"
+    assert reached[3:] == ["8", "7", "6"], "after the tables of replicas and of rounds"

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.integration.examples.test_demo import Run, start
 from tests.integration.examples.test_demo_kill import KILL, CoordinatorOfDemo, token_file
-from tests.integration.server.browser import Page, PageTimeout, check_accessibility, check_width, page, replica_rows
+from tests.integration.server.browser import Page, PageTimeout, browser, check_accessibility, check_width, page, replica_rows
 
 import weightsync
 from weightsync.config import Address, Secret
 from weightsync.protocol.tokens import login_url
 
-__all__ = ["page", "start", "token_file"]
+__all__ = ["browser", "page", "start", "token_file"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.rare, pytest.mark.timeout(900)]
 
@@ -102,7 +102,7 @@ def test_the_page_shows_what_the_coordinator_says_of_a_killed_a_refused_and_a_sl
         run.read_until("killing trainer-1")
         run.read_until("  replica-1  dirty")
         assert watched.states()["replica-1"] == "out_of_service"
-        assert "trainer ranks 0/" in page.inner_text("#head")
+        assert "trainer ranks 0/" in page.inner_text("#tiles")
 
         run.read_until("killing coordinator")
         page.get_by_text("The coordinator does not answer").wait_for()
@@ -111,7 +111,7 @@ def test_the_page_shows_what_the_coordinator_says_of_a_killed_a_refused_and_a_sl
         assert (states["replica-0"], states["replica-1"], states["refused-0"]) == ("serving", "serving", "refused")
         rounds = page.locator("#rounds tr").all_inner_texts()
         assert any("2@3" in line for line in rounds), "rounds of the coordinator that was killed"
-        assert page.locator("#rounds td.error").count() == sum(not one["ok"] for one in watched.ask("/v1/rounds?last=20"))
+        assert page.locator("#rounds tr.error").count() == sum(not one["ok"] for one in watched.ask("/v1/rounds?last=20"))
         check_accessibility(page)
     assert run.process.stderr is not None
     errors = run.process.stderr.read()

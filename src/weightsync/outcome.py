@@ -69,11 +69,14 @@ class Outcome(Generic[T]):
             self.fail(error)
         else:
             self.give(value)
+        finally:
+            del self  # its error's traceback refers to this frame
 
     def _end(self) -> None:
+        ended, self._ended = self._ended, None
         try:
-            if self._ended is not None:
-                self._ended(self)
+            if ended is not None:
+                ended(self)
         finally:
             self.over.set()
 

@@ -72,13 +72,15 @@ class InStep:
             self._making = Future()
             threading.Thread(target=self._make, args=(self._making,), name="weightsync-in-step", daemon=True).start()
         try:
-            return self._making.result(deadline.remaining(what))
+            made = self._making.result(deadline.remaining(what))
         except TimeoutError:
             raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
+        if isinstance(made, str):  # an error that is kept would keep the frames of all who get it
+            raise PeerLost(made)
+        return made
 
     def _make(self, making: Future[Any]) -> None:
         try:
-            group = dist.new_group(self.ranks, backend="gloo", timeout=_FOREVER, use_local_synchronization=True)
-            making.set_result(group)
+            making.set_result(dist.new_group(self.ranks, backend="gloo", timeout=_FOREVER, use_local_synchronization=True))
         except Exception as error:  # noqa: BLE001 - raised by who waits
-            making.set_exception(PeerLost(f"the ranks {self.ranks} could not make a process group: {error}"))
+            making.set_result(f"the ranks {self.ranks} could not make a process group: {error}")

@@ -101,6 +101,7 @@ class Calls:
                 answer.exception()  # mark as retrieved: the call may have ended otherwise
             if not answered and self._closed is None:
                 self._post(Cancel(number))
+            del answer, scope  # and with it the task: the traceback of their error refers to this frame
 
     def feed(self, frame: Frame) -> None:
         """Process one frame from the wire.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import ParamSpec
 
 from weightsync.errors import Aborted
@@ -30,7 +31,7 @@ class Background:
         """
         if self._closed:
             raise Aborted("this trainer was closed and cannot publish any more")
-        self._work.put(lambda: work(*args, **kwargs))
+        self._work.put(partial(work, *args, **kwargs))  # no frame of ours: errors' tracebacks would keep it
 
     def close(self) -> None:
         """Take no more work. What was submitted still runs."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync import failpoints
+from weightsync import errors, failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
@@ -123,7 +123,8 @@ class StreamedPublication:
         self._released = 0
         self.next = rank
         """The window that the coordinator asks for next."""
-        self._error: WeightSyncError | None = None
+        self._error: tuple[str, str] | None = None
+        """Why it was stopped, in words: an error would refer to the frames in which it was raised, and these to the windows."""
         # Of the thread that iterates:
         self._earlier = plan
         self._plan: StreamPlan | None = None
@@ -149,14 +150,16 @@ class StreamedPublication:
                     try:
                         self._take(*_checked(item), deadline)
                     except Exception as error:  # noqa: BLE001 - raised when the iterator has been drained
-                        failure = failure or (None if error is self._error else error)
-                        self.stop(error)
+                        failure = error if self.stop(error) else None
                 del item  # its memory is needed for the next one
         except BaseException as error:
             self.stop(Aborted(f"the stream of trainer rank {self._rank} raised: {type(error).__name__}: {error}"))
             raise
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback refers to this frame
         if self._error is None:
             try:
                 self._finish(deadline)
@@ -247,17 +250,19 @@ class StreamedPublication:
         if not self._changed.wait_for(lambda: self._error is not None or ready(), deadline.remaining(what)):
             raise DeadlineExceeded(f"{what} took longer than {deadline.seconds:g} s")
         if self._error is not None:
-            raise self._error
+            raise errors.from_wire(*self._error)
 
     # The thread that answers the coordinator; stop() any.
 
-    def stop(self, error: BaseException) -> None:
-        """Send nothing more: waiting threads get ``error``. The first one counts. After the end of the stream: nothing."""
+    def stop(self, error: BaseException) -> bool:
+        """Send nothing more: waiting threads get ``error``. Returns whether it counts: the first one does, before the end."""
         with self._lock:
-            if self._error is None and self._end is None:
+            first = self._error is None and self._end is None
+            if first:
                 known = isinstance(error, WeightSyncError)
-                self._error = error if known else Aborted(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+                self._error = errors.to_wire(error if known else Aborted(f"{type(error).__name__}: {error}"))
             self._changed.notify_all()
+        return first
 
     def window(self, body: PlaceWindow, deadline: Deadline) -> WindowPlaced:
         """Answer the coordinator when the window is full, or the stream has ended before it.

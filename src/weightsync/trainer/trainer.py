@@ -36,7 +36,7 @@ from weightsync.errors import (
 from weightsync.forks import Origin
 from weightsync.launch import place_in_world
 from weightsync.model import PauseMode, Version
-from weightsync.outcome import Outcome
+from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
 from weightsync.protocol.messages import (
     PROTOCOL,
@@ -161,7 +161,8 @@ class Trainer(Closeable):
         self._published = -1
         self._last = -1
         self._calls = secrets.randbits(48)
-        self._asked: Outcome[RoundResult] | None = None  # the last stream's
+        self._asked: Latch | None = None
+        """Set when the round of the last stream is over."""
         self._missed = MissedReplicas(_log)
         self._publishing = threading.RLock()
         """Reentrant, as that one knows whose it is: only what this thread took is given back."""
@@ -406,11 +407,11 @@ class Trainer(Closeable):
                 self._end_earlier_stream(deadline)
                 self._calls += 1
                 wanted = structs.replace(wanted, call=self._calls, above=role.highest)
+                asked = Outcome[RoundResult](lambda asked: _stop(publication, asked))
                 publication = role.begin(self._calls, wanted.number)
                 try:
-                    asked = Outcome[RoundResult](lambda asked: _stop(publication, asked))
                     self._background.submit(asked.run, self._ask_once, wanted, deadline)
-                    self._asked = asked
+                    self._asked = asked.over
                     begun = True
                     try:
                         publication.drain(tensors, deadline)
@@ -422,6 +423,7 @@ class Trainer(Closeable):
                     return asked.result()
                 finally:
                     role.end()
+                    del asked  # its error's traceback refers to this frame
         except Exception:
             if not begun:
                 for _ in tensors:  # the other ranks gather
@@ -430,7 +432,7 @@ class Trainer(Closeable):
 
     def _end_earlier_stream(self, deadline: Deadline) -> None:
         """Wait for the round of a stream that was interrupted here: its windows must not be mixed with those of the next one."""
-        if self._asked is not None and not self._asked.over.wait(deadline.remaining("the publication before")):
+        if self._asked is not None and not self._asked.wait(deadline.remaining("the publication before")):
             raise DeadlineExceeded("the round of a stream that was interrupted is still running")
 
     def _ask_once(self, wanted: Publish, deadline: Deadline) -> RoundResult:
@@ -568,7 +570,6 @@ class Trainer(Closeable):
         if self._origin.elsewhere:
             return
         self._closed = True
-        self._asked = None  # its callback refers to the windows, which must not be in use when they are freed
         self._owned.close()
 
 

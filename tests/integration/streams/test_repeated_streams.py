@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from weightsync.config import ServerSettings
 from weightsync.engine.receiver import Receiver
+from weightsync.errors import ConfigurationError, VersionError
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.stream import Stream
+from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
 from weightsync.trainer.trainer import Trainer
 
 SECONDS = 30.0
@@ -80,3 +85,56 @@ def test_a_closed_trainer_has_given_its_windows_back(streams: int) -> None:
         assert mapped() > before
         trainer.close()
         assert mapped() == before
+
+
+def nonsense(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from tensors.items()
+    yield "sparse", torch.eye(3).to_sparse()
+
+
+def broken(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from tensors.items()
+    raise ZeroDivisionError("a gather failed")
+
+
+@pytest.mark.parametrize(
+    ("brought", "number", "error"),
+    [(lent, 3, VersionError), (nonsense, 9, ConfigurationError), (broken, 9, ZeroDivisionError)],
+    ids=["refused", "nonsense", "broken"],
+)
+def test_a_stream_that_failed_leaves_nothing_to_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch, brought: Callable[[dict[str, torch.Tensor]], Any], number: int, error: type[Exception]
+) -> None:
+    """Errors refer to frames, and these to the windows: a cycle would keep them mapped after the trainer was closed."""
+    begun = list[weakref.ref[StreamedPublication]]()
+    begin = StreamRole.begin
+
+    def noted(role: StreamRole, call: int, number: int | None) -> StreamedPublication:
+        publication = begin(role, call, number)
+        begun.append(weakref.ref(publication))
+        return publication
+
+    monkeypatch.setattr(StreamRole, "begin", noted)
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, ThreadPoolExecutor(1) as pool:
+        trainer = Trainer(Stream(window_bytes=1 << 14), server.url, token=server.token, rank=0, world_size=1)
+        with Receiver("r", server.url, token=server.token) as receiver:
+            publishing = pool.submit(trainer.publish_stream, lent(weights(0)), 7, timeout=SECONDS)
+            for _ in receiver.receive(SECONDS):
+                pass
+            publishing.result(SECONDS)
+        gc.collect()
+        gc.disable()
+        try:
+            with suppress(error):
+                trainer.publish_stream(brought(weights(1)), number, timeout=SECONDS)
+                pytest.fail("it did not fail")
+            for _ in range(100):  # the thread that asked the coordinator lets go right after it has said so
+                if begun[-1]() is None:
+                    break
+                threading.Event().wait(0.01)
+            assert begun[-1]() is None
+            trainer.close()
+            assert "memfd:weightsync" not in Path("/proc/self/maps").read_text()
+        finally:
+            gc.enable()
+            trainer.close()

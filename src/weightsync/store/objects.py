@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigurationError, StaleSource, TransportError, TransportUnavailable
+from weightsync.store.local_files import LocalFiles
 
 _REQUEST_SECONDS = 60
 _CONNECT_SECONDS = 5
@@ -35,7 +37,7 @@ class ObjectStore:
     """The store at ``url``: an absolute path, ``file:///path`` or ``s3://bucket/prefix``.
 
     Objects appear whole or not at all. Credentials and endpoint of S3 come from the usual ``AWS_`` variables, never from ``url``.
-    Thread-safe.
+    In a folder, no link below it is followed. Thread-safe.
 
     Raises:
         ConfigurationError: ``url`` is neither.
@@ -51,13 +53,17 @@ class ObjectStore:
         elif not os.path.isabs(url) and not (parts.scheme == "s3" and parts.netloc and plain):
             raise ConfigurationError(f"{url!r} is not a store: give an absolute path, or s3://bucket/prefix")
         self.url = url
+        self._files = LocalFiles(url) if os.path.isabs(url) else None
         missing = missing_library()
         if missing:
             raise TransportUnavailable(missing)
-        with self._errors("opening it"):
-            self._store = self._open()
+        if self._files is None:
+            with self._errors("opening it"):
+                _ = self._store
 
-    def _open(self) -> Any:  # noqa: ANN401 - obstore is optional
+    @cached_property
+    def _store(self) -> Any:  # noqa: ANN401 - obstore is optional
+        """A folder is made here, so that nobody makes one who only reads."""
         from obstore.store import LocalStore, from_url
 
         if os.path.isabs(self.url):
@@ -78,6 +84,7 @@ class ObjectStore:
         import obstore
 
         with self._errors(f"writing {path}"):
+            self._check_links(path)
             obstore.put(self._store, path, parts, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, path: str, data: bytes) -> bool:
@@ -86,6 +93,7 @@ class ObjectStore:
         from obstore.exceptions import AlreadyExistsError
 
         with self._errors(f"creating {path}"):
+            self._check_links(path)
             try:
                 obstore.put(self._store, path, data, mode="create")
             except AlreadyExistsError:
@@ -99,6 +107,8 @@ class ObjectStore:
         if last <= first:
             return memoryview(b"")
         with self._errors(f"reading {path}"):
+            if self._files is not None:
+                return memoryview(self._files.read(path, first, last))
             return memoryview(obstore.get_range(self._store, path, start=first, end=last))
 
     def size(self, path: str) -> int:
@@ -106,6 +116,8 @@ class ObjectStore:
         import obstore
 
         with self._errors(f"reading {path}"):
+            if self._files is not None:
+                return self._files.size(path)
             return int(obstore.head(self._store, path)["size"])
 
     def list(self, folder: str = "") -> Iterator[Listed]:
@@ -113,6 +125,10 @@ class ObjectStore:
         import obstore
 
         with self._errors(f"listing {folder}"):
+            if self._files is not None:
+                for path, known in self._files.list(folder):
+                    yield Listed(path, known.st_size, datetime.fromtimestamp(known.st_mtime, UTC))
+                return
             for page in obstore.list(self._store, prefix=folder or None):
                 for item in page:
                     yield Listed(item["path"], item["size"], item["last_modified"])
@@ -128,11 +144,17 @@ class ObjectStore:
         """Remove an object. Nothing happens if there is none."""
         import obstore
 
-        with self._errors(f"deleting {path}"):
-            try:
+        with self._errors(f"deleting {path}"), suppress(FileNotFoundError):
+            if self._files is not None:
+                self._files.delete(path)
+            else:
                 obstore.delete(self._store, path)
-            except FileNotFoundError:
-                return
+
+    def _check_links(self, path: str) -> None:
+        """Refuse to write through a link. One that is made right now is followed, and then there is a new file elsewhere."""
+        if self._files is not None:
+            with suppress(FileNotFoundError), self._files.folder(path.rpartition("/")[0]):
+                pass
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from weightsync.model.dtypes import ITEMSIZE
 from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK
 from weightsync.store.catalog import collect_garbage, load, manifest_path, newest, orders
 from weightsync.store.containers import SAFETENSORS_DTYPES
-from weightsync.store.objects import ObjectStore
+from weightsync.store.objects import Listed, ObjectStore
 from weightsync.store.region import StoredRegion
 from weightsync.store.restore import check_object, export, tensors_of
 from weightsync.store.signing import SigningKey, new_secret, public_key
@@ -320,8 +322,6 @@ def test_deltas_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_slow_store_ends_at_the_deadline_and_an_abort_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     trainer = StoringTrainer(tmp_path, small_state())
     trainer.publish(0)
     chain = load(trainer.store, RUN, (1, 0), trainer.key.public).stored.ranks[0].chain
@@ -390,7 +390,90 @@ def test_garbage_collection_removes_nothing_if_it_cannot_tell_what_is_needed(tmp
     assert sorted(item.path for item in trainer.store.list()) == before
 
 
+def old_file(path: Path) -> Path:
+    path.write_bytes(b"precious")
+    os.utime(path, (1, 1))
+    return path
+
+
+def test_garbage_collection_leaves_the_store_by_no_link(tmp_path: Path) -> None:
+    trainer = StoringTrainer(tmp_path / "store", small_state())
+    trainer.publish(0)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    outside = old_file(elsewhere / "mine.safetensors")
+    objects = tmp_path / "store" / RUN / "objects"
+    (objects / "folder").symlink_to(elsewhere)
+    (objects / "file.safetensors").symlink_to(outside)
+    assert not collect_garbage(trainer.store, RUN, trainer.key.public, 1).objects
+    assert outside.exists()
+    # The folder becomes a link after it was listed.
+    (objects / "real").mkdir()
+    old_file(objects / "real" / outside.name)
+    (tmp_path / "store" / "aside").mkdir()
+    every = ObjectStore.list
+
+    def swapping(self: ObjectStore, folder: str = "") -> list[Listed]:
+        found = list(every(self, folder))
+        if folder.endswith("objects"):
+            (objects / "real").rename(tmp_path / "store" / "aside" / "real")
+            (objects / "real").symlink_to(elsewhere)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransportError, match="failed while deleting"):
+        patch.setattr(ObjectStore, "list", swapping)
+        collect_garbage(trainer.store, RUN, trainer.key.public, 1)
+    assert outside.exists()
+
+
+def test_nothing_is_written_or_read_through_a_link(tmp_path: Path) -> None:
+    state = small_state()
+    trainer = StoringTrainer(tmp_path / "store", state)
+    trainer.publish(0)
+    assert restored(trainer, 0) == as_bytes(state)
+    objects = tmp_path / "store" / RUN / "objects"
+    objects.rename(tmp_path / "elsewhere")
+    objects.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TransportError, match="failed while reading"):
+        restored(trainer, 0)
+    with pytest.raises(TransportError, match="failed while writing"):
+        trainer.publish(1)
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "store")  # the store itself may be reached by one
+    assert ObjectStore(str(link)).size(manifest_path(RUN, (1, 0))) > 0
+
+
+def test_a_pipe_in_a_store_keeps_nobody_waiting(tmp_path: Path) -> None:
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    manifest = manifest_path(RUN, (1, 0))
+    noticed: list[str] = []
+
+    def look() -> None:
+        for path in (next(iter(load(trainer.store, RUN, (1, 0), trainer.key.public).objects)), manifest):
+            (tmp_path / path).unlink()
+            os.mkfifo(tmp_path / path)
+            with pytest.raises(TransportError, match="no regular file"):
+                restored(trainer, 0)
+            noticed.append(path)
+        if newest(trainer.store, RUN, trainer.key.public) is None:
+            noticed.append("newest")
+
+    looking = threading.Thread(target=look, daemon=True)  # what opens a pipe cannot be interrupted
+    looking.start()
+    looking.join(10)
+    assert len(noticed) == 3
+
+
 # Names.
+
+
+def test_nobody_makes_a_store_who_only_reads(tmp_path: Path) -> None:
+    store = ObjectStore(str(tmp_path / "none"))
+    assert not orders(store, RUN)
+    with pytest.raises(StaleSource):
+        load(store, RUN, (1, 0), bytes(32))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -417,6 +500,7 @@ def test_blocks_are_those_of_the_lists_of_changes() -> None:
 
 def test_a_store_that_cannot_be_written_is_a_transport_error(tmp_path: Path) -> None:
     store = ObjectStore(str(tmp_path / "a"))
+    store.put("other", [b"x"])
     (tmp_path / "a" / "file").write_text("in the way")
     with pytest.raises(TransportError, match="failed while writing"):
         store.put("file/object", [b"x"])

@@ -45,7 +45,7 @@ class Latch:
 class Outcome(Generic[T]):
     """Result or error of work on another thread. ``ended`` is called there when it is known, before any wait returns."""
 
-    def __init__(self, ended: Callable[[Outcome[T]], None] | None = None) -> None:
+    def __init__(self, ended: Callable[[Outcome[T]], object] | None = None) -> None:
         self.over = Latch()
         self.error: BaseException | None = None
         self._values: list[T] = []

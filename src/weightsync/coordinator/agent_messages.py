@@ -9,6 +9,7 @@ from msgspec import structs
 
 from weightsync.config import ROUTED_URL
 from weightsync.coordinator.coordinator import Coordinator
+from weightsync.coordinator.publish_barrier import OutOfCount
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
@@ -18,6 +19,7 @@ from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
     CannotPublish,
+    CountOn,
     Done,
     Hello,
     Publish,
@@ -127,6 +129,12 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
     """Return the handler for calls of this rank's agent: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
 
     async def handle(body: Body, timeout: float) -> Body:
+        try:
+            return await answer(body, timeout)
+        except OutOfCount as others:
+            return CountOn(others.count)
+
+    async def answer(body: Body, timeout: float) -> Body:
         if isinstance(rank, AdapterRank):
             return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):

@@ -36,6 +36,14 @@ _LAST_NUMBER = (1 << 63) - 1
 _MOST_CLAIMED_COUNT = 1 << 47
 
 
+class OutOfCount(VersionError):
+    """The publication in which the other ranks are is a later or an earlier one by the count of this process, which was a guess."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"the other trainer ranks are at publication {count}")
+        self.count = count
+
+
 @dataclass(frozen=True)
 class AgreedPublication:
     """What all trainer ranks have asked for."""
@@ -128,6 +136,12 @@ class _Counting:
     """Whether a round of it has begun."""
     elsewhere: bool
     """Whether it placed versions for an earlier coordinator, which may have had them served."""
+    guessed: bool
+    """Whether nobody was there when it started who knew what the run had counted."""
+
+    @property
+    def adrift(self) -> bool:
+        return self.guessed and not self.took_part
 
 
 class PublishBarrier:
@@ -168,10 +182,11 @@ class PublishBarrier:
             counting = {member for member, place in waiting.items() if place.asked.step is None}
             # An earlier process of this rank may have begun calls since they started: then they have gone on without it.
             since = 0 if mine is None or mine.took_part else mine.count
-            starts = [other.start for other in others.values() if not other.took_part and other.start >= since]
-            starts = starts or [other.count - (member in counting) for member, other in others.items()]
+            new = [other for other in others.values() if not other.took_part and other.start >= since]
+            starts = [other.start for other in new] or [other.count - (member in counting) for member, other in others.items()]
+            guessed = not hello.count and (not others or any(other.guessed for other in new))
             start = hello.count or min(max(starts, default=0), _MOST_CLAIMED_COUNT)
-            mine = self._counting[link.member] = _Counting(hello.session, start, start, hello.count > 0, hello.epoch > 0)
+            mine = self._counting[link.member] = _Counting(hello.session, start, start, hello.count > 0, hello.epoch > 0, guessed)
         link.count = mine.start
 
     async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:
@@ -331,6 +346,9 @@ class PublishBarrier:
         order, theirs = next(((order, other.counted) for other in placed if (order := _order(place, other))), (0, None))
         if not order:
             return gathering
+        self._put_right(gathering, member, place)
+        if gathering is not self._gathering:
+            return None
         others = ", ".join(rank for rank in gathering.places if rank != member)
         differ = VersionError(
             f"trainer ranks differ: {member} is at {_described(place.counted)}, {others} at {_described(theirs)} "
@@ -340,6 +358,23 @@ class PublishBarrier:
             raise differ
         self._fail(gathering, differ)
         return None
+
+    def _put_right(self, gathering: _Gathering, member: str, place: _Arrival) -> None:
+        """Let processes that reached this coordinator before all others, and began to count anew, ask again as the others count.
+
+        Raises:
+            OutOfCount: ``member`` is one of them.
+        """
+        others = [rank for rank in gathering.places if rank != member]
+        mine, adrift = self._counting[member], [self._counting[rank].adrift for rank in others]
+        if mine.adrift and not all(adrift):
+            raise OutOfCount(next(other.asked.count for rank, other in gathering.places.items() if not self._counting[rank].adrift))
+        if not mine.adrift and all(adrift):
+            self._gathering = None
+            for waiting in gathering.places.values():
+                if waiting.away is not None:
+                    waiting.away.cancel()
+            gathering.fail(OutOfCount(place.asked.count))
 
     def _refuse(self, gathering: _Gathering, member: str, place: _Arrival, error: WeightSyncError) -> Never:
         """Fail the publication for all ranks, because ``member`` asked for another one than they did."""

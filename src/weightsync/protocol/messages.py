@@ -30,8 +30,8 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources", "Commit",
-    "Confirmed", "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory", "Move",
-    "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed",
+    "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory",
+    "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed",
     "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList",
     "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing", "Traits", "Update",
     "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
@@ -439,6 +439,12 @@ class Published(Message, frozen=True):
     result: RoundResult
 
 
+class CountOn(Message, frozen=True):
+    """Instead of :class:`Published`, to a process that could not know what the others count: it asks again as call ``count``."""
+
+    count: _Count
+
+
 class Done(Message, frozen=True):
     """A call succeeded without a result."""
 
@@ -446,7 +452,7 @@ class Done(Message, frozen=True):
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | Published | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage |
+    CannotPublish | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage |
     LoraMessage
 )  # fmt: skip
 

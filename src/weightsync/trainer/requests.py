@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import get_args
 
+from msgspec import structs
+
 from weightsync.errors import ConfigurationError, VersionError
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Publish
@@ -27,6 +29,11 @@ class PublishRequests:
         """Count on from ``count``, which the first coordinator that was connected to gave. Later ones change nothing."""
         if not self._started:
             self._started, self.count = True, count
+
+    def count_on(self, asked: Publish, count: int) -> Publish:
+        """Return ``asked`` as call ``count``, and count on from there: the other ranks, who were not here before, are at it."""
+        self.count += count - asked.count
+        return structs.replace(asked, count=count)
 
     def make(self, number: int | None, step: int | None, mode: PauseMode | None) -> Publish:
         """Return the request for the call that begins now.

@@ -42,6 +42,7 @@ from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
     CannotPublish,
+    CountOn,
     Hello,
     Publish,
     Published,
@@ -60,7 +61,7 @@ from weightsync.trainer.background import Background
 from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
-from weightsync.trainer.stream import Stream, StreamedPublication, StreamRole
+from weightsync.trainer.stream import Stream, StreamRole
 from weightsync.trainer.trainer_role import Placing, TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
@@ -161,8 +162,7 @@ class Trainer(Closeable):
         self._published = -1
         self._last = -1
         self._calls = secrets.randbits(48)
-        self._asked: Latch | None = None
-        """Set when the round of the last stream is over."""
+        self._asked: Latch | None = None  # set when the round of the last stream is over
         self._missed = MissedReplicas(_log)
         self._publishing = threading.RLock()
         """Reentrant, as that one knows whose it is: only what this thread took is given back."""
@@ -407,7 +407,7 @@ class Trainer(Closeable):
                 self._end_earlier_stream(deadline)
                 self._calls += 1
                 wanted = structs.replace(wanted, call=self._calls, above=role.highest)
-                asked = Outcome[RoundResult](lambda asked: _stop(publication, asked))
+                asked = Outcome[RoundResult](lambda asked: asked.error and publication.stop(asked.error))
                 publication = role.begin(self._calls, wanted.number)
                 try:
                     self._background.submit(asked.run, self._ask_once, wanted, deadline)
@@ -439,7 +439,8 @@ class Trainer(Closeable):
         """Publish a stream, which cannot be repeated where the connection was lost."""
         failpoints.reached("trainer.publish")
         try:
-            answer = self._link.call(wanted, deadline.remaining("publishing a stream"))
+            while isinstance(answer := self._link.call(wanted, deadline.remaining("publishing a stream")), CountOn):
+                wanted = self._requests.count_on(wanted, answer.count)
         except ConnectionLost as error:
             raise RoundFailed(f"the coordinator was lost while a stream was published: {error}") from error
         return self._finished(answer)
@@ -519,7 +520,9 @@ class Trainer(Closeable):
             body = structs.replace(wanted, call=placing.call, placed=-1 if placed is None else placed, above=placing.above)
             try:
                 answer = self._link.call(body, deadline.remaining(f"publishing {what}"))
-                break
+                if not isinstance(answer, CountOn):
+                    break
+                wanted = self._requests.count_on(wanted, answer.count)
             except ConnectionLost:
                 lost = True  # it comes back, and the coordinator that is there then answers, or runs the round again
             except VersionError as error:
@@ -571,12 +574,6 @@ class Trainer(Closeable):
             return
         self._closed = True
         self._owned.close()
-
-
-def _stop(publication: StreamedPublication, asked: Outcome[RoundResult]) -> None:
-    """The round of ``publication`` is over: if it failed, nothing more needs to be sent."""
-    if asked.error is not None:
-        publication.stop(asked.error)
 
 
 def _tell(asked: Outcome[RoundResult], placing: Placing, future: Future[RoundResult]) -> None:

@@ -11,13 +11,16 @@ import pytest
 import torch
 from tests.integration.server.test_service_lost import process
 
+import weightsync.trainer.trainer
 from weightsync.config import ClientSettings, ServerSettings
 from weightsync.coordinator.events import Joined
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed, VersionError
+from weightsync.model import PauseMode
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
+from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
@@ -92,6 +95,33 @@ def test_a_restarted_trainer_goes_on_above_the_last_version(server: BackgroundSe
             assert serves(adapter, source, 7)
             assert trainer.publish(8, timeout=SECONDS).ok
             assert serves(adapter, fresh, 8)
+
+
+class _OfAnEarlierCoordinator(PublishRequests):
+    def __init__(self, mode: PauseMode | None) -> None:
+        super().__init__(mode)
+        self.count = 2
+        self.start_after(2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_rank_that_reaches_a_restarted_coordinator_before_the_others_counts_as_they_do(
+    server: BackgroundServer, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Nobody is there to say what the run has counted, and the program does not publish again after an error."""
+    source, adapter = torch.nn.Linear(8, 8), Held(torch.nn.Linear(8, 8))
+    with ExitStack() as owned, ThreadPoolExecutor(2) as pool:
+        trainers = {1: owned.enter_context(Trainer(source, server.url, token=server.token, rank=1, world_size=2))}
+        monkeypatch.setattr(weightsync.trainer.trainer, "PublishRequests", _OfAnEarlierCoordinator)
+        trainers[0] = owned.enter_context(Trainer(source, server.url, token=server.token, rank=0, world_size=2))
+        owned.enter_context(Engine(adapter, "one", server.url, token=server.token))
+        for number in range(2):
+            early = pool.submit(trainers[first].publish, timeout=SECONDS)
+            with suppress(TimeoutError):  # it waits for the other one
+                early.result(0.3)
+            late = pool.submit(trainers[1 - first].publish, timeout=SECONDS)
+            assert [asked.result(SECONDS).version.number for asked in (early, late)] == [number, number]
+        assert [trainers[rank]._requests.count for rank in (0, 1)] == [4, 4]
 
 
 @pytest.fixture

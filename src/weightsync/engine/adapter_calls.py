@@ -17,6 +17,7 @@ from weightsync.spans import span
 from weightsync.tensors.shards import Shard
 
 _log = logging.getLogger(__name__)
+_Hook = Callable[[], None]
 
 
 class _Driven:
@@ -28,7 +29,8 @@ class _Driven:
         self.paused_by = 0
         self.running: tuple[str, float] | None = None
         self.driver: weakref.ref[AdapterCalls] | None = None
-        self.later: list[Callable[[], None]] = []
+        self.drivers = weakref.WeakSet[AdapterCalls]()
+        self.later: list[_Hook] = []
         """Called when the current turn ends."""
 
 
@@ -62,13 +64,18 @@ class AdapterCalls:
 
     One adapter may be driven in several ways: a coordinator's rounds, and updates from outside, by turns. A driver that pauses or
     writes it takes it; ``taken`` of the one who drove it before is called first, under :attr:`turn`: the bytes get another name.
+    ``overwritten`` of every other one is called before each write.
     """
 
-    def __init__(self, adapters: Sequence[EngineAdapter], member: str, taken: Callable[[], None] = lambda: None) -> None:
-        self._member, self._taken = member, taken
+    def __init__(
+        self, adapters: Sequence[EngineAdapter], member: str, taken: _Hook = lambda: None, overwritten: _Hook = lambda: None
+    ) -> None:
+        self._member, self._taken, self._overwritten = member, taken, overwritten
         self._driven: tuple[tuple[EngineAdapter, _Driven], ...] = tuple(
             (adapter, vars(adapter).setdefault("_weightsync_driven", _Driven())) for adapter in adapters
         )
+        for _, driven in self._driven:
+            driven.drivers.add(self)
         self.turn = _Turn([driven.turn for _, driven in self._driven])
         """Held during everything that must not be mixed with what another one does with the same adapters."""
 
@@ -97,7 +104,7 @@ class AdapterCalls:
                 return f"{call} for {time.monotonic() - since:.3g} s"
         return None
 
-    def when_free(self, work: Callable[[], None], timeout: float) -> bool:
+    def when_free(self, work: _Hook, timeout: float) -> bool:
         """Call ``work`` in a turn. Without one within ``timeout`` seconds, the end of whichever turn lasts calls it.
 
         Returns:
@@ -188,6 +195,8 @@ class AdapterCalls:
         """See :meth:`EngineAdapter.begin`."""
         for adapter, driven in self._driven:
             self._take(driven)
+            for other in set(driven.drivers) - {self}:
+                other._overwritten()
             with self._call(adapter, driven, "begin"):
                 adapter.begin()
 

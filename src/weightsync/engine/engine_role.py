@@ -106,7 +106,7 @@ class EngineRole(SessionFront):
         """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
         self._installed: tuple[Version, str, Filled] | None = None
         """What this rank serves, as it installed it: the base of changes."""
-        super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw))
+        super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
             Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,

@@ -96,11 +96,11 @@ class LoraRole(SessionFront):
         """See :meth:`SessionFront.receive`."""
         return replace(super().receive(body, update), beside=True)
 
-    def base_changed(self, base: Version) -> None:
-        """The engine is about to serve ``base``: refuse the adapters that were published for other weights only."""
+    def base_changed(self, base: Version | None) -> None:
+        """The engine is about to serve ``base``: refuse adapters that are for other weights only. ``None``: unknown ones."""
         with self._visible:
             for label, held in list(self._served.items()):
-                if held.spec.on_base_update == "refuse" and held.spec.base != base:
+                if held.spec.on_base_update == "refuse" and (base is None or held.spec.base != base):
                     del self._served[label]
                     self._adapter.drop_lora(label)
 

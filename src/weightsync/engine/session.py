@@ -64,8 +64,9 @@ class EngineSession:
 
     ``member`` names this rank in errors. ``on_abort`` is called by :meth:`abort` and :meth:`withdraw`, on any thread. It must end
     what the current call waits for, and not block.
-    ``on_leaving`` is called when the rank leaves service, before anything changes, and must not block. A speculative
-    decoder's own model may be updated with the engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
+    ``on_leaving`` is called when the rank leaves service, before anything changes, and must not block. ``on_overwritten`` is
+    called, in its turn, before another session writes the engine. A speculative decoder's own model may be updated with the
+    engine: ``draft`` takes the tensors whose names begin with ``draft_prefix``.
 
     Methods below :meth:`turn` are called within a turn, except for properties.
     """
@@ -76,6 +77,7 @@ class EngineSession:
         member: str,
         on_abort: Callable[[], None] = lambda: None,
         on_leaving: Callable[[], None] = lambda: None,
+        on_overwritten: Callable[[], None] = lambda: None,
         *,
         draft: EngineAdapter | None = None,
         draft_prefix: str = "mtp.",
@@ -83,7 +85,7 @@ class EngineSession:
         self.member, self._on_abort, self._on_leaving = member, on_abort, on_leaving
         self._adapters = (adapter,) if draft is None else (adapter, draft)
         self._draft_prefix = None if draft is None else draft_prefix
-        self._calls = AdapterCalls(self._adapters, member, self._taken)
+        self._calls = AdapterCalls(self._adapters, member, self._taken, on_overwritten)
         main, *rest = self._calls.manifests()
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)

@@ -26,8 +26,11 @@ from weightsync.config import Secret, ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, ConfigurationError, LoadError, ProtocolError, RoundFailed, VersionError, WeightSyncError
+from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, RoundResult, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots
+from weightsync.protocol.messages import Commit, Pause, Resume
+from weightsync.protocol.update_messages import Verify
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard, ShardedState, shard
 from weightsync.trainer.adapters import Adapters
@@ -334,6 +337,34 @@ def test_after_a_base_update_adapters_are_kept_or_refused(made: Made) -> None:
         assert fleet.names() == ["alice/math@1"]
         assert strict.publish("bob/code").version.number == 2
         fleet.answer("bob/code@2")
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_an_adapter_that_refuses_another_base_does_not_survive_an_update_from_outside(made: Made, delivered: bool) -> None:
+    fleet = made()
+    engine = fleet.modules[0] if delivered else ModuleAdapter(model(7), adapter_slots=4)
+    outside = DisaggregatedRank(engine)
+    with ExitStack() as owned:
+        if not delivered:  # its base weights come from elsewhere only
+            server = owned.enter_context(BackgroundServer(ServerSettings.load({"WEIGHTSYNC_REQUIRE": "0"}, port=0)))
+            fleet.server = server
+            Joined(server, owned).engine(engine, "r0")
+        base = fleet.trainer.version if delivered else None
+        strict = owned.enter_context(fleet.elsewhere(base, lora(5), on_base_update="refuse"))
+        loose = owned.enter_context(fleet.elsewhere(base, lora(6)))
+        assert loose.publish("alice/math", 1).ok
+        for update in (1, 2) if not delivered else (1,):
+            assert strict.publish("bob/code", update).ok
+            with engine.in_use(5, adapter="bob/code"):
+                pass
+            outside.answer(Pause("abort"), 20, update)
+            outside.answer(Verify(), 20, update)
+            outside.answer(Commit(Version("outside", update, outside.manifest.fingerprint, "0" * 16)), 20, update)
+            outside.answer(Resume(), 20, update)
+            with pytest.raises(VersionError, match="does not serve bob/code"), engine.in_use(5, adapter="bob/code"):
+                pass
+        with engine.in_use(5, adapter="alice/math") as version:
+            assert version is not None and version.number == 1
 
 
 def test_an_engine_that_joins_late_gets_what_the_sources_still_hold(made: Made) -> None:

@@ -58,12 +58,15 @@ class ObjectStore:
         if missing:
             raise TransportUnavailable(missing)
         if self._files is None:
-            with self._errors("opening it"):
-                _ = self._store
+            self.open()
+
+    def open(self) -> None:
+        """Make the folder, if it is one and there is none. Only who writes needs that, and a write does it, too."""
+        with self._errors("opening it"):
+            _ = self._store
 
     @cached_property
     def _store(self) -> Any:  # noqa: ANN401 - obstore is optional
-        """A folder is made here, so that nobody makes one who only reads."""
         from obstore.store import LocalStore, from_url
 
         if os.path.isabs(self.url):

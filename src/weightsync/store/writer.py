@@ -30,6 +30,9 @@ from weightsync.tensors.changes import Sections
 
 _log = logging.getLogger(__name__)
 
+_MOST_UNITS = 1 << 30
+"""Of changes that are written as a delta: where lists end is counted in uint32, and a unit becomes at most three words."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -113,7 +116,7 @@ class RankObjects:
             return ()
         chain = self._confirmed[1]
         deltas = sum(item.nbytes for item in chain[1:]) + 4 * blocks_of(self._layout.regions[0]) + 4 * changed.units
-        return chain if len(chain) < self._every and deltas < chain[0].nbytes else ()
+        return chain if len(chain) < self._every and deltas < chain[0].nbytes and changed.units < _MOST_UNITS else ()
 
 
 def _pieces(parts: Sequence[Bytes], check: Callable[[], None], hashes: list[bytes]) -> Iterator[bytes]:
@@ -249,5 +252,8 @@ class StoreWriter:
         self._objects.confirm(version, chain)
         _log.info("version %s is in the store %s", version, self._store.url)
         if isinstance(answer, SignedManifest) and self._keep is not None:
-            collect_garbage(self._store, version.run, answer.key, self._keep)
+            try:
+                collect_garbage(self._store, version.run, answer.key, self._keep)
+            except WeightSyncError as error:
+                _log.warning("older versions than the newest %d were not removed: %s", self._keep, error)
         return chain[-1].nbytes

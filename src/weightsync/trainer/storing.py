@@ -38,6 +38,7 @@ class Storing:
                 'module, with transports=["shared_memory", "tcp"] where the weights are on a GPU, and without seeds=False'
             )
         store = ObjectStore(settings.store)
+        store.open()
         objects = RankObjects(store, rank, role.manifest, role.layout)
         self.writer = StoreWriter(objects, store, rank, call, self._seconds, settings.store_keep)
 

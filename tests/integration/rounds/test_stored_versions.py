@@ -15,7 +15,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, StaleSource
 from weightsync.server.server import BackgroundServer
-from weightsync.store.catalog import load, newest, orders
+from weightsync.store.catalog import load, manifest_path, newest, orders
 from weightsync.store.objects import ObjectStore
 from weightsync.store.restore import tensors_of
 
@@ -78,6 +78,24 @@ def test_old_versions_are_removed_where_the_trainer_is_told_to(where: Path, monk
                 trainer.publish()
                 trainer.wait_until_stored(SECONDS)
         assert orders(ObjectStore(str(where)), "kept") == [(1, 2), (1, 3)]
+
+
+def test_a_version_whose_older_ones_cannot_be_removed_is_in_the_store(
+    where: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_STORE_KEEP", "2")
+    forged = where / manifest_path("kept", (2, 0))
+    forged.parent.mkdir(parents=True)
+    forged.write_bytes(b"no manifest")
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        with weightsync.Trainer(model(), server.url, token=server.token, deltas=True) as trainer:
+            for number in range(2):
+                trainer.publish()
+                stored = trainer.wait_until_stored(SECONDS)
+                assert stored is not None and stored.number == number
+        chain = load(ObjectStore(str(where)), "kept", (1, 1), server.coordinator.stored.key.public).stored.ranks[0].chain
+    assert [item.kind for item in chain] == ["key", "delta"]
+    assert "were not removed" in caplog.text and "is not in the store" not in caplog.text
 
 
 def test_a_version_that_is_overtaken_is_dropped_and_said(

@@ -24,8 +24,10 @@ from weightsync.errors import (
     TransportError,
     VerificationError,
 )
+from weightsync.model import Version
 from weightsync.model.dtypes import ITEMSIZE
-from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK
+from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK, StoredObject
+from weightsync.protocol.delta_messages import ChangedWords
 from weightsync.store.catalog import collect_garbage, load, manifest_path, newest, orders
 from weightsync.store.containers import SAFETENSORS_DTYPES
 from weightsync.store.objects import Listed, ObjectStore
@@ -78,6 +80,16 @@ def test_a_key_frame_is_written_when_the_chain_is_long_enough_or_large_enough(tm
     kinds = [kinds[0] for kinds in trainer.kinds]
     assert kinds[:4] == ["key", "delta", "delta", "delta"] and "key" in kinds[4:]
     assert restored(trainer, 7) == as_bytes(state)
+
+
+def test_more_changes_than_a_delta_can_count_make_a_key_frame(tmp_path: Path) -> None:
+    trainer = StoringTrainer(tmp_path, {"weight": torch.zeros(64)})
+    objects, key = trainer.ranks[0].objects, StoredObject("a", "key", 40 << 30, 0, b"")
+    objects.confirm(Version(RUN, 3, "", ""), (key,))
+    lists = dict.fromkeys(("region", "sections", "shards", "counts", "payload", "changed", "words"), 0)
+    assert objects._extends(ChangedWords(1, 3, units=1000, **lists)) == (key,)
+    for units in (1 << 30, 2 << 30):  # of float32, each would be 8/3 words; the last of 2^32 words has no number
+        assert objects._extends(ChangedWords(1, 3, units=units, **lists)) == ()
 
 
 def test_a_version_that_does_not_exist_is_no_base(tmp_path: Path) -> None:

@@ -15,6 +15,12 @@ P = ParamSpec("P")
 _LONGEST_SECONDS = 7 * 86400.0  # of a call to the coordinator
 
 
+def wait_until_free(lock: threading.RLock, timeout: float) -> None:
+    """Wait until no other thread holds ``lock``, at most ``timeout`` seconds."""
+    if lock.acquire(timeout=timeout):
+        lock.release()
+
+
 class Background:
     """Runs work in the order of :meth:`submit`, each piece on a thread that the process waits for at its end."""
 

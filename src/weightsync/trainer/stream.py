@@ -20,7 +20,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
 from weightsync.model.window import ALIGNMENT
-from weightsync.protocol.messages import Body, Done, Host, Memory, PlaceWindow, WindowPlaced
+from weightsync.outcome import Outcome
+from weightsync.protocol.messages import Body, Done, Host, Memory, PlaceWindow, RoundResult, WindowPlaced
 from weightsync.publishing.publication import Publication
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_event
@@ -263,6 +264,11 @@ class StreamedPublication:
                 self._error = errors.to_wire(error if known else Aborted(f"{type(error).__name__}: {error}"))
             self._changed.notify_all()
         return first
+
+    def over(self, asked: Outcome[RoundResult]) -> None:
+        """The round is over: if it failed, nothing more needs to be sent."""
+        if asked.error is not None:
+            self.stop(asked.error)
 
     def window(self, body: PlaceWindow, deadline: Deadline) -> WindowPlaced:
         """Answer the coordinator when the window is full, or the stream has ended before it.

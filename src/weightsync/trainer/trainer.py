@@ -57,7 +57,7 @@ from weightsync.publishing.published_shards import network_of, publishing_transp
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.quantization import formats_by_pattern
 from weightsync.tensors.shards import ShardedState
-from weightsync.trainer.background import Background
+from weightsync.trainer.background import Background, wait_until_free
 from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
@@ -68,6 +68,7 @@ from weightsync.transports.hostinfo import this_host
 
 _MAX_ADDRESS = 8192
 _ANSWER_SECONDS = 10.0  # beyond a publication's deadline, whose own error arrives first
+_CLOSING_SECONDS = 10.0  # for a thread that publishes
 _TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
 _MESSAGE_CHARS = 4000
 _CLOSED = "this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer"
@@ -159,8 +160,7 @@ class Trainer(Closeable):
         self._run, self._session = run, Secret(uuid.uuid4().hex)
         self._new_epoch = new_epoch
         self._requests = PublishRequests(pause_mode)
-        self._published = -1
-        self._last = -1
+        self._published = self._last = -1
         self._calls = secrets.randbits(48)
         self._asked: Latch | None = None  # set when the round of the last stream is over
         self._missed = MissedReplicas(_log)
@@ -182,6 +182,8 @@ class Trainer(Closeable):
                     seeds=seeds, ranks=ranks, quantize=None if quantize is None else partial(formats_by_pattern, patterns=quantize),
                 )  # fmt: skip
             owned.callback(self._role.close)
+            # A thread that publishes finds the link closed, and is about to leave the region that is freed next.
+            owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed
             self._link = CoordinatorConnection(
@@ -407,8 +409,8 @@ class Trainer(Closeable):
                 self._end_earlier_stream(deadline)
                 self._calls += 1
                 wanted = structs.replace(wanted, call=self._calls, above=role.highest)
-                asked = Outcome[RoundResult](lambda asked: asked.error and publication.stop(asked.error))
                 publication = role.begin(self._calls, wanted.number)
+                asked = Outcome[RoundResult](publication.over)
                 try:
                     self._background.submit(asked.run, self._ask_once, wanted, deadline)
                     self._asked = asked.over
@@ -423,7 +425,7 @@ class Trainer(Closeable):
                     return asked.result()
                 finally:
                     role.end()
-                    del asked  # its error's traceback refers to this frame
+                    del asked, publication  # its error's traceback refers to this frame
         except Exception:
             if not begun:
                 for _ in tensors:  # the other ranks gather
@@ -568,6 +570,7 @@ class Trainer(Closeable):
     def close(self) -> None:
         """Leave the coordinator, stop serving shards, free the region. Replicas keep what they have. Safe twice.
 
+        A publication of another thread ends with :class:`~weightsync.errors.Aborted`, and is waited for, for at most 10 seconds.
         In a forked child (a data loader's worker) this does nothing: the trainer is its parent's.
         """
         if self._origin.elsewhere:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Annotated, Protocol
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ PHASES = (
 )
 """Names of the spans of trainer and engine ranks."""
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
+T = TypeVar("T")
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """A duration in a message: neither NaN nor infinite nor negative."""
@@ -114,6 +115,7 @@ class Tracer(Protocol):
 
 _tracer: ContextVar[Tracer | None] = ContextVar("weightsync_tracer", default=None)
 _recorder: ContextVar[SpanRecorder | None] = ContextVar("weightsync_recorder", default=None)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def now() -> float:
@@ -121,14 +123,22 @@ def now() -> float:
     return time.monotonic()
 
 
-@contextmanager
-def recording(recorder: SpanRecorder | None) -> Iterator[None]:
+class _Within(Generic[T]):
+    """A variable of the context has another value inside the block."""
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> None:
+        self._before = self._variable.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._before)
+
+
+def recording(recorder: SpanRecorder | None) -> AbstractContextManager[None]:
     """Record the spans of the block, and of the tasks and calls that it starts, in ``recorder``; with ``None``, nowhere."""
-    before = _recorder.set(recorder)
-    try:
-        yield
-    finally:
-        _recorder.reset(before)
+    return _Within(_recorder, recorder)
 
 
 def tracer() -> Tracer | None:
@@ -136,25 +146,21 @@ def tracer() -> Tracer | None:
     return _tracer.get()
 
 
-@contextmanager
-def tracing(follower: Tracer | None) -> Iterator[None]:
+def tracing(follower: Tracer | None) -> AbstractContextManager[None]:
     """Let ``follower`` follow the calls of the block and of the tasks that it starts."""
-    before = _tracer.set(follower)
-    try:
-        yield
-    finally:
-        _tracer.reset(before)
+    return _Within(_tracer, follower)
 
 
-@contextmanager
-def joining(parent: str) -> Iterator[None]:
+def joining(parent: str) -> AbstractContextManager[None]:
     """Make spans that the engine's or trainer's own code records with OpenTelemetry in the block children of ``parent``.
 
     ``parent`` is a W3C ``traceparent``. Does nothing in a process that does not use OpenTelemetry.
     """
-    if not parent or "opentelemetry.context" not in sys.modules:
-        yield
-        return
+    return _joined(parent) if parent and "opentelemetry.context" in sys.modules else _NOTHING
+
+
+@contextmanager
+def _joined(parent: str) -> Iterator[None]:
     from opentelemetry import context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -165,15 +171,20 @@ def joining(parent: str) -> Iterator[None]:
         context.detach(before)
 
 
-@contextmanager
-def span(name: str, source: str = "", transport: str = "", nbytes: int = 0) -> Iterator[None]:
+class _Timed:
+    """Records how long the block takes."""
+
+    def __init__(self, recorder: SpanRecorder, name: str, what: tuple[str, str, int]) -> None:
+        self._recorder, self._name, self._what = recorder, name, what
+
+    def __enter__(self) -> None:
+        self._started = now()
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.add(self._name, self._started, now(), *self._what)
+
+
+def span(name: str, source: str = "", transport: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
     """Record the duration of the block, also if it raises."""
     recorder = _recorder.get()
-    if recorder is None:
-        yield
-        return
-    started = now()
-    try:
-        yield
-    finally:
-        recorder.add(name, started, now(), source, transport, nbytes)
+    return _NOTHING if recorder is None else _Timed(recorder, name, (source, transport, nbytes))

@@ -8,6 +8,7 @@ threads either.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
@@ -22,71 +23,41 @@ _BLOCKING_SECONDS = 60.0  # of real time in one turn of the loop; generous, the 
 _RESOLUTION = 1e-9
 """Seconds that a timer may be early, as in asyncio's own loop."""
 _FEW_TIMERS = 100
-"""Among more timers than these, cancelled ones are swept out when they are the majority."""
+"""Among more timers than these, cancelled ones are swept out now and then."""
+_TURNS = 256
+"""Turns of the loop between two looks at the real clock."""
 
 
-class _Handle:
-    """What :class:`asyncio.Handle` is, without what a debugger wants to know."""
+class _Handle(list[Any]):
+    """What :class:`asyncio.Handle` and :class:`asyncio.TimerHandle` are: moment, number, callback, arguments and context.
 
-    __slots__ = ("arguments", "callback", "context", "dropped")
+    A list is made and compared without code in Python: moments order timers, and numbers those of one moment. None is called that
+    has no callback any more.
+    """
 
-    def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None) -> None:
-        self.callback, self.arguments = callback, arguments
-        self.context = copy_context() if context is None else context
-        self.dropped = False
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def cancel(self) -> None:
         """See :meth:`asyncio.Handle.cancel`."""
-        self.dropped = True
-        self.callback, self.arguments = _nothing, ()
+        self[2] = None
+        self[3] = ()
 
     def cancelled(self) -> bool:
         """See :meth:`asyncio.Handle.cancelled`."""
-        return self.dropped
-
-
-class _Timer(_Handle):
-    """What :class:`asyncio.TimerHandle` is. None is less than another: moments order timers, and the heap those of one moment."""
-
-    __slots__ = ("loop", "moment", "queued")
-
-    def __init__(
-        self,
-        loop: VirtualTimeLoop,
-        moment: float,
-        callback: Callable[..., object],
-        arguments: tuple[Any, ...],
-        context: Context | None,
-    ) -> None:
-        self.callback, self.arguments = callback, arguments
-        self.context = copy_context() if context is None else context
-        self.dropped = False
-        self.loop, self.moment, self.queued = loop, moment, True
-
-    def __lt__(self, other: _Timer) -> bool:
-        return False
-
-    def cancel(self) -> None:
-        """See :meth:`asyncio.Handle.cancel`."""
-        if not self.dropped and self.queued:
-            self.loop.dropped += 1
-        self.dropped = True
-        self.callback, self.arguments = _nothing, ()
+        return self[2] is None
 
     def when(self) -> float:
         """See :meth:`asyncio.TimerHandle.when`."""
-        return self.moment
-
-
-def _nothing() -> None:
-    """Stands in for the callback of a cancelled handle."""
+        moment: float = self[0]
+        return moment
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """See the module. :meth:`time` starts at zero."""
 
     _ready: Any
-    _scheduled: list[tuple[float, _Timer]]
+    _scheduled: list[_Handle]
     _stopping: bool
 
     def __init__(self) -> None:
@@ -94,8 +65,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.now = 0.0
         self.postponed: Callable[[Context], float] | None = None
         """Until when callbacks of a context stand still, while some do: their process holds its interpreter lock."""
-        self.dropped = 0
-        """Cancelled timers that are still in the heap."""
+        self._number = itertools.count().__next__
+        self._many = _FEW_TIMERS
+        """So many timers are looked at for cancelled ones."""
 
     def time(self) -> float:
         """Virtual seconds."""
@@ -107,7 +79,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         """See :meth:`asyncio.loop.call_soon`."""
-        handle = _Handle(callback, args, context)
+        handle = _Handle((0.0, 0, callback, args, copy_context() if context is None else context))
         self._ready.append(handle)
         return handle
 
@@ -115,62 +87,69 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         """See :meth:`asyncio.loop.call_at`."""
-        timer = _Timer(self, when, callback, args, context)
-        heappush(self._scheduled, (when, timer))
+        timer = _Handle((when, self._number(), callback, args, copy_context() if context is None else context))
+        heappush(self._scheduled, timer)
         return timer
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         """See :meth:`asyncio.loop.call_later`."""
-        when = self.now + delay
-        timer = _Timer(self, when, callback, args, context)
-        heappush(self._scheduled, (when, timer))
+        timer = _Handle((self.now + delay, self._number(), callback, args, copy_context() if context is None else context))
+        heappush(self._scheduled, timer)
         return timer
 
     def _run_once(self) -> None:
         """Turns, until the loop is stopped."""
-        ready, scheduled, clock = self._ready, self._scheduled, time.monotonic
-        seen = clock()
         while True:
-            if len(scheduled) > _FEW_TIMERS and self.dropped > len(scheduled) / 2:
-                self._sweep()
-            while scheduled and scheduled[0][1].dropped:  # so that it does not move the clock
-                heappop(scheduled)
-                self.dropped -= 1
-            before, seen = seen, clock()
-            blocked = seen - before
+            started = time.monotonic()
+            self._turns()
+            blocked = time.monotonic() - started
             if blocked > _BLOCKING_SECONDS:
                 raise RuntimeError(f"a callback blocked the event loop for {blocked:.1f} real seconds")
-            if not (ready or self._stopping):
-                if not scheduled:
-                    raise RuntimeError("everybody waits, and no timer is left: somewhere a wait has no deadline")
-                self.now += max(scheduled[0][0] - self.now, 0.0)
-            due = self.now + _RESOLUTION
-            while scheduled and scheduled[0][0] < due:
-                timer = heappop(scheduled)[1]
-                timer.queued = False
-                ready.append(timer)
+            if self._stopping:
+                return
+
+    def _turns(self) -> None:
+        """Some turns, which together take no time worth speaking of."""
+        ready, scheduled = self._ready, self._scheduled
+        begin, end, take = ready.append, ready.popleft, heappop
+        for _ in range(_TURNS):
+            if len(scheduled) > self._many:
+                self._sweep()
+            while scheduled and scheduled[0][2] is None:  # so that it does not move the clock
+                take(scheduled)
+            if scheduled:
+                first = scheduled[0][0]
+                if first > self.now and not (ready or self._stopping):
+                    self.now = first
+                due = self.now + _RESOLUTION
+                while scheduled and scheduled[0][0] < due:
+                    begin(take(scheduled))
+            elif not (ready or self._stopping):
+                raise RuntimeError("everybody waits, and no timer is left: somewhere a wait has no deadline")
             for _ in range(len(ready)):
-                handle = ready.popleft()
-                if handle.dropped:
+                handle = end()
+                callback = handle[2]
+                if callback is None:
                     continue
-                if self.postponed is not None and (until := self.postponed(handle.context)) > self.now:
-                    self.call_at(until, ready.append, handle, context=handle.context)
+                context = handle[4]
+                if self.postponed is not None and (until := self.postponed(context)) > self.now:
+                    self.call_at(until, begin, handle, context=context)
                     continue
                 try:
-                    handle.context.run(handle.callback, *handle.arguments)
+                    context.run(callback, *handle[3])
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - as asyncio's own loop
-                    self.call_exception_handler({"message": f"Exception in callback {handle.callback}", "exception": error})
-            handle = None  # which would keep its callback's objects alive
+                    self.call_exception_handler({"message": f"Exception in callback {callback}", "exception": error})
+            handle = callback = None  # which would keep the callback's objects alive
             if self._stopping:
                 return
 
     def _sweep(self) -> None:
         """Keep cancelled timers from becoming many."""
-        self._scheduled[:] = [entry for entry in self._scheduled if not entry[1].dropped]
+        self._scheduled[:] = [timer for timer in self._scheduled if timer[2] is not None]
         heapify(self._scheduled)
-        self.dropped = 0
+        self._many = max(_FEW_TIMERS, 2 * len(self._scheduled))
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """Run ``func`` here and now; nothing else moves meanwhile."""

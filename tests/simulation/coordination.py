@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.network import Wire
@@ -34,21 +35,25 @@ _SERVER = ServerSettings(state_dir="off")
 _SECRETS = Secrets(TOKEN, Secret("of-operators"))
 
 
+@functools.cache
+def _settings(max_unavailable: int | None, fan_out: int | None, everybody: bool) -> RoundSettings:
+    """Checked once: to check every field takes a hundredth of a schedule."""
+    return RoundSettings(
+        run="simulated",
+        grace=GRACE,
+        timeout=_LONGEST,
+        max_unavailable=max_unavailable,
+        fan_out=fan_out,
+        require="all" if everybody else "any",
+    )
+
+
 class CoordinatorProcess(Process):
     """One life of the coordinator."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
-        self.coordinator = Coordinator(
-            RoundSettings(
-                run="simulated",
-                grace=GRACE,
-                timeout=_LONGEST,
-                max_unavailable=world.max_unavailable,
-                fan_out=world.fan_out,
-                require="all" if world.misfit is not None else "any",
-            )
-        )
+        self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None))
         self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
         """The whole service, where somebody may send it requests."""
         self.sockets = AgentSockets(self.coordinator, _SERVER) if self.service is None else self.service._agents

@@ -6,6 +6,7 @@ from tests.simulation.clock import run
 from tests.simulation.people import PeopleWorld
 from tests.simulation.people_schedule import PeopleSchedule
 from tests.simulation.schedule import Outcome, Schedule, play
+from tests.simulation.threads import forget
 from tests.simulation.world import World
 
 __all__ = ["PEOPLE", "STREAMS", "run_schedule"]
@@ -30,3 +31,5 @@ def run_schedule(seed: int) -> Outcome:
         return run(_run(seed))
     except RuntimeError as error:
         return Outcome(schedules=1, hangs=1, failed=[(seed, [f"hang: {error!r}"])])
+    finally:
+        forget()

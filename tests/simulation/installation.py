@@ -125,6 +125,7 @@ def installed(world: World) -> Iterator[None]:
             functools.partial(weightsync.engine.fill.host_direct.row_groups, group_bytes=_GROUP_BYTES),
         ),
         (weightsync.protocol.worker, "threading", locks),
+        (weightsync.protocol.worker, "Future", simulated.Future),
         (weightsync.protocol.worker, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),
         (weightsync.protocol.connection, "time", clock),
         (weightsync.protocol.connection, "random", world.random),

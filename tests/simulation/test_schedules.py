@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
+from tests.simulation import families
 from tests.simulation.families import PEOPLE, STREAMS
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
-from tests.simulation.main import census, main, run_all, run_many
+from tests.simulation.main import _outcomes, census, main, run_all, run_many
 from tests.simulation.schedule import Outcome
+from tests.simulation.world import World
 
 SCHEDULES = 200
 STREAM_SCHEDULES = 60
@@ -50,6 +53,19 @@ def test_no_invariant_is_violated_by_people_or_thieves() -> None:
     check(outcome)
     assert len(census(outcome, people=True)) <= RARE
     assert outcome.seen["module in use"]
+
+
+def test_a_schedule_that_is_over_leaves_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds: list[weakref.ref[World]] = []
+
+    class Seen(World):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            worlds.append(weakref.ref(self))
+
+    monkeypatch.setattr(families, "World", lambda seed, streams: Seen(seed))
+    left = [sum(world() is not None for world in worlds) for _ in _outcomes(range(4))]
+    assert left == [1, 1, 1, 1], "all but the last one, whose garbage is collected before the next one begins"
 
 
 def check(outcome: Outcome) -> None:

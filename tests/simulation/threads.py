@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         "the simulation needs greenlet: pip install '.[test]' in a clone of weightsync", name="greenlet"
     ) from error
 
-__all__ = ["Condition", "Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "threads"]
+__all__ = ["Condition", "Event", "Executor", "Future", "Killed", "Lock", "SimpleQueue", "Thread", "Threads", "forget", "threads"]
 
 T = TypeVar("T")
 
@@ -189,6 +189,12 @@ def threads() -> Threads:
     return _threads
 
 
+def forget() -> None:
+    """The schedule is over. Until this is called, all that took part in it is still in use."""
+    global _threads
+    _threads = None
+
+
 class _Waiters:
     def __init__(self) -> None:
         self._waiters: deque[Callable[[], None]] = deque()
@@ -319,8 +325,28 @@ class SimpleQueue(_Waiters, Generic[T]):
         return self._items.popleft()
 
 
+class _Unneeded:
+    """In the place of a future's lock: only one thread runs, and none waits while it holds it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        """Nobody waits for it."""
+
+
 class Future(ConcurrentFuture[T]):
     """Looks like :class:`concurrent.futures.Future`; waiting for it is virtual."""
+
+    def __init__(self) -> None:  # what the base's does, without a real condition
+        self._condition: Any = _UNNEEDED
+        self._state = "PENDING"
+        self._result = self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
 
     def result(self, timeout: float | None = None) -> T:
         """See :meth:`concurrent.futures.Future.result`."""
@@ -329,11 +355,15 @@ class Future(ConcurrentFuture[T]):
         return super().result(0)
 
 
+_UNNEEDED = _Unneeded()
+
+
 class Executor:
     """Looks like :class:`concurrent.futures.ThreadPoolExecutor`, with a thread for each call."""
 
     def __init__(self, workers: int = 1, thread_name_prefix: str = "") -> None:
-        self._name, self._last = thread_name_prefix, Future[Any]()
+        self._name = thread_name_prefix
+        self._last: Future[Any] = Future()
         self._last.set_result(None)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:

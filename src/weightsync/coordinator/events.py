@@ -92,7 +92,7 @@ class Feed:
 
     def emit(self, event: Event) -> None:
         """Queue ``event`` for every subscriber. Never blocks."""
-        for wake, queue in self._subscribers.items():
+        for wake, queue in self._subscribers.items() if self._subscribers else ():
             queue.append(event)
             wake.set()
 

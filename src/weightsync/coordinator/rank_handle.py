@@ -103,14 +103,18 @@ class RankHandle(Generic[R]):
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run ``call`` on this rank. The future fails at once when the handle is severed; cancel it to withdraw the call."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        outcome.add_done_callback(lambda done: self._calls.pop(done, None))
         if self.gone is not None:
             call.close()
             outcome.set_exception(self.gone)
             return outcome
         task = self._calls[outcome] = asyncio.ensure_future(call)
 
+        def settled(done: asyncio.Future[T]) -> None:
+            self._calls.pop(done, None)
+            task.cancel()
+
         def ended(done: asyncio.Future[T]) -> None:
+            _abandoned.discard(task)
             error = None if done.cancelled() else done.exception()
             if outcome.done():
                 return
@@ -123,9 +127,8 @@ class RankHandle(Generic[R]):
 
         # The task may outlive its outcome if the rank ignores cancellation: keep a reference, and retrieve its exception.
         _abandoned.add(task)
-        task.add_done_callback(_abandoned.discard)
         task.add_done_callback(ended)
-        outcome.add_done_callback(lambda _: task.cancel())
+        outcome.add_done_callback(settled)
         return outcome
 
     def sever(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 from collections import Counter as Counts
@@ -224,6 +225,7 @@ def _reason(error: str | None) -> str:
     return next((name for name in _KIND.findall(error) if name in errors.__all__), "other")
 
 
+@functools.cache
 def release() -> str:
     """Return the version of this package."""
     try:

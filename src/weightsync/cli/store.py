@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,21 @@ from weightsync.cli.options import Json
 if TYPE_CHECKING:
     from weightsync.store.objects import ObjectStore
     from weightsync.store.signing import StoredVersion
+
+
+class StoreCommand(Command):
+    """A command that Ctrl-C ends at once: the library that waits for a store looks at no signal, for minutes."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - as its base
+        """See :class:`~weightsync.cli.commands.Command`."""
+        if threading.current_thread() is not threading.main_thread():
+            return super().invoke(ctx)
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            return super().invoke(ctx)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
 
 store_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="markdown", help="Look after stored versions.")
 
@@ -105,7 +122,7 @@ def _row(opened: _Opened, order: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-@store_app.command(cls=Command)
+@store_app.command(cls=StoreCommand)
 def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
     """List the versions of a run, and check their signatures.
 
@@ -136,7 +153,7 @@ def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = Fa
     )
 
 
-@store_app.command("show", cls=Command)
+@store_app.command("show", cls=StoreCommand)
 def show_version(version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
     """Show one version: its digest, and the objects that it needs.
 
@@ -160,7 +177,7 @@ def show_version(version: _Version = None, store: _Store = None, run: _Run = Non
     )
 
 
-@store_app.command(cls=Command)
+@store_app.command(cls=StoreCommand)
 def verify(
     version: _Version = None,
     store: _Store = None,
@@ -195,7 +212,7 @@ def verify(
     )
 
 
-@store_app.command(cls=Command)
+@store_app.command(cls=StoreCommand)
 def gc(
     keep: Annotated[int, typer.Option(min=1, help="Newest versions to keep.")],
     store: _Store = None,
@@ -228,7 +245,7 @@ def gc(
     )
 
 
-@store_app.command(cls=Command)
+@store_app.command(cls=StoreCommand)
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
     version: _Version = None,
@@ -255,7 +272,7 @@ def export(
     _say({"version": str(stored.version), "files": files}, f"wrote version {stored.version} to {folder}: {len(files)} files", json)
 
 
-@store_app.command("key", cls=Command)
+@store_app.command("key", cls=StoreCommand)
 def show_key(store: _Store = None, run: _Run = None, json: Json = False) -> None:
     """Print the public key of a run whose coordinator ran here as this user. It is no secret.
 

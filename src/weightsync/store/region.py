@@ -6,9 +6,10 @@ import hashlib
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.store.containers import blocks_of, lists_offset
+from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.fold_kernel import fold_changes
 from weightsync.store.objects import ObjectStore
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
@@ -182,7 +184,7 @@ class StoredRegion:
         self._groups: list[list[_Batch]] = []
         self._stop = np.zeros(1, np.int8)
         self._aborted: Future[None] = Future()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-store")
+        self._threads = DaemonThreads(_THREADS, "weightsync-store")
 
     def prepare(self, groups: Sequence[CopyTable]) -> None:
         """Say which tiles will be read, see :meth:`weightsync.transports.base.Reader.prepare`."""
@@ -231,7 +233,7 @@ class StoredRegion:
 
         def start_more() -> None:
             while len(running) < _AHEAD and (chunk := next(order, None)) is not None:
-                running[chunk] = self._threads.submit(work.fold, chunk)
+                running[chunk] = self._threads.submit(partial(work.fold, chunk))
 
         try:
             for batch in batches:
@@ -270,4 +272,4 @@ class StoredRegion:
     def close(self) -> None:
         """End the threads, which may still wait for the store. Safe twice."""
         self.abort()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
 from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.protocol.store_messages import STORE, StoreAddress
 from weightsync.store.catalog import load
+from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.objects import ObjectStore, missing_library
 from weightsync.store.region import StoredRegion
 from weightsync.tensors.copy_table import CopyTable
@@ -57,7 +58,7 @@ class StoreReader(BlockingReader):
     def __init__(self, address: StoreAddress, public: bytes, deadline: Deadline) -> None:
         self._address, self._public = address, public
         self._what = f"version {address.number} of epoch {address.epoch} in the store"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-store-open")
+        self._thread = DaemonThreads(1, "weightsync-store-open")
         self._aborted: Future[None] = Future()
         self._region: StoredRegion | None = None
         self._layout_digest = ""
@@ -127,7 +128,7 @@ class StoreReader(BlockingReader):
 
     def close(self) -> None:
         """See :meth:`weightsync.transports.base.Reader.close`."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         region, self._region = self._region, None
         if region is not None:
             region.close()

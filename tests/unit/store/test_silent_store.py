@@ -1,0 +1,70 @@
+"""A store that takes connections and never answers: waits end in time, and what waited holds up no exit of its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+SECONDS = 25.0  # a request to S3 is given up after minutes
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[socket.socket, Mapping[str, str]]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(SECONDS)
+        named = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "WEIGHTSYNC_STORE": "s3://bucket/prefix",
+        }  # fmt: skip
+        yield server, os.environ | named
+
+
+OPENING = """
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineExceeded
+from weightsync.protocol.store_messages import StoreAddress
+from weightsync.transports.store import StoreReader
+
+try:
+    StoreReader(StoreAddress("s3://bucket/prefix", "run", 1, 7, 0), bytes(32), Deadline(0.5))
+except DeadlineExceeded as error:
+    print(error)
+"""
+STARTING = """
+import asyncio
+from types import SimpleNamespace
+from weightsync.server import store_key
+
+store_key._SECONDS = 0.5
+versions = SimpleNamespace(key=SimpleNamespace(public=bytes(32)))
+print(asyncio.run(store_key.newest_stored("s3://bucket/prefix", "run", versions)), "did not finish within 0.5 s")
+"""
+
+
+@pytest.mark.parametrize("waiting", [OPENING, STARTING])
+def test_a_process_ends_while_a_thread_of_it_waits_for_a_store(
+    silent: tuple[socket.socket, Mapping[str, str]], waiting: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", waiting], env=silent[1], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert "did not finish within 0.5 s" in done.stdout
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_a_store(silent: tuple[socket.socket, Mapping[str, str]]) -> None:
+    server, environment = silent
+    command = "from weightsync.cli.main import main; main()"
+    with subprocess.Popen([sys.executable, "-c", command, "store", "ls", "--run", "run"], env=environment) as process:
+        try:
+            server.accept()[0].close()  # it asks again, and waits
+            with server.accept()[0]:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(SECONDS) == -signal.SIGINT
+        finally:
+            process.kill()

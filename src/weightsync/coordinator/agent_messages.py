@@ -21,6 +21,7 @@ from weightsync.protocol.messages import (
     CannotPublish,
     CountOn,
     Done,
+    EndCall,
     Hello,
     Publish,
     Published,
@@ -142,6 +143,9 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
             why = readable(f"{body.kind}: {body.message}")
             coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
+            return Done()
+        if isinstance(body, EndCall) and isinstance(rank, TrainerRank):
+            await coordinator.end_call(body, timeout)
             return Done()
         if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
             return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))

@@ -56,7 +56,7 @@ from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
-from weightsync.protocol.messages import Publish, ReplicaResult, RoundResult, WaitForReplicas
+from weightsync.protocol.messages import Done, EndCall, Publish, ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.spans import recording, tracing
 from weightsync.store.signing import SigningKey
@@ -261,13 +261,8 @@ class Coordinator:
         """Publish a version. One round runs when all trainer ranks have asked, and every rank gets its result.
 
         The round gets what is left of the shortest ``timeout``, less the grace period, so that its result arrives in time. A round
-        in which replicas failed is a result, not an error.
-
-        Args:
-            member: The trainer rank that asks.
-            asked: Number, call, step, count and pause mode. A rank whose connection broke asks again with the same call and gets
-                the same result. Later re-seeding pauses as this publication does.
-            timeout: Seconds for the whole publication.
+        in which replicas failed is a result, not an error. A rank whose connection broke asks again with the same call and gets
+        the same result. Later re-seeding pauses as this publication does.
 
         Raises:
             RoundFailed: An earlier coordinator was lost when some ranks had placed the version and others had not.
@@ -286,6 +281,11 @@ class Coordinator:
         self._check_open()
         _log.warning("%s cannot publish: %s", member, reason)
         self._rendezvous.cannot_publish(member, number, reason, step, count)
+
+    async def end_call(self, ended: EndCall, timeout: float) -> None:
+        """Tell all engine ranks that a framework's call is over. Returns when those that answer know it."""
+        links = [link for replica in self._members.replicas.values() for link in replica.links.values()]
+        await asyncio.gather(*(link.start(link.ask(ended, Done, timeout)) for link in links), return_exceptions=True)
 
     async def wait_for_replicas(self, member: str, asked: WaitForReplicas, timeout: float) -> tuple[str, ...]:
         """Return all ready replicas when those that are ``asked`` for are among them. The rank is notified of missing ones.

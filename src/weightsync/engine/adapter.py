@@ -170,6 +170,9 @@ class EngineAdapter:
         """Labels of all versions whose memory is in use: staged, registered, or dropped and still used."""
         return ()
 
+    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
+        """The owner's call with this number is over, or ends now if no update is in it. With ``refuse`` no pause waits for it."""
+
     def aborted(self, reason: str) -> None:
         """An update that may be running was given up; ``reason`` is empty where only the connection was lost. Any thread.
 

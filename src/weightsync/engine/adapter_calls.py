@@ -153,6 +153,11 @@ class AdapterCalls:
         for adapter, _ in self._driven:
             adapter.aborted(reason)
 
+    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
+        """See :meth:`EngineAdapter.call_ended`. Takes no turn."""
+        for adapter, _ in self._driven:
+            adapter.call_ended(call, reason, refuse)
+
     def manifests(self) -> list[Manifest]:
         """See :meth:`EngineAdapter.manifest`; of each adapter."""
         return [adapter.manifest() for adapter, _ in self._driven]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from weightsync.protocol.messages import (
     Body,
     CheckSources,
     Commit,
+    EndCall,
     EndStream,
     Host,
     Move,
@@ -112,6 +113,7 @@ class EngineRole(SessionFront):
             Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
             Revert: self._revert, Update: self._update,
         }  # fmt: skip
+        self._at_once[EndCall] = lambda body, ticket, deadline: self.session.call_ended(body.call, body.reason, body.refuse)
         self.transports = transports_for(transports, encrypted)
         self.here = here
         self.manifest: Manifest = self.session.manifest
@@ -133,6 +135,8 @@ class EngineRole(SessionFront):
 
     def receive(self, body: Body, update: int = 0) -> IncomingCall:
         """See :meth:`SessionFront.receive`. What is about LoRA adapters runs beside rounds."""
+        if isinstance(body, EndCall):
+            return replace(super().receive(body, update), beside=True)
         if isinstance(body, PrepareLora | StageLora | RegisterLora | DropLora):
             return self.loras.receive(body, update)
         return super().receive(body, update)

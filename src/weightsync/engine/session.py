@@ -140,6 +140,10 @@ class EngineSession:
         self._on_abort()
         self._calls.aborted(reason)
 
+    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
+        """See :meth:`EngineAdapter.call_ended`."""
+        self._calls.call_ended(call, reason, refuse)
+
     def withdraw(self, call: Ticket) -> None:
         """End ``call``, soon, and no other: its caller has given up. Never blocks.
 

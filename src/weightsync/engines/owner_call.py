@@ -16,8 +16,8 @@ _GRACE = 10.0  # seconds after the deadline of an update in which its end must b
 class _LastingCall:
     """A call that lasts."""
 
-    def __init__(self, number: int | None, epoch: int | None, deadline: Deadline) -> None:
-        self.number, self.epoch = number, epoch
+    def __init__(self, number: int | None, epoch: int | None, deadline: Deadline, name: int) -> None:
+        self.number, self.epoch, self.name = number, epoch, name
         self.deadline = deadline
         self.waited = 0.0
         self.limit: Deadline | None = None
@@ -61,8 +61,10 @@ class OwnerCall:
         self._call: _LastingCall | None = None
         self._order: tuple[int, int] | None = None
         self._given_up: str | None = None
+        self._ended = 0, ""  # the number of a call that is over, and why
+        self._refused: str | None = None
 
-    def serve(self, number: int | None, epoch: int | None, timeout: float) -> float:
+    def serve(self, number: int | None, epoch: int | None, timeout: float, name: int = 0) -> float:
         """Let one update in and return at its end the seconds until it came. Runs on the framework's thread.
 
         An update that entered in time may last longer than ``timeout``: until its own deadline.
@@ -71,17 +73,20 @@ class OwnerCall:
             number: Number of the version to wait for; later versions also do. ``None`` for any.
             epoch: Epoch of that version; ``None`` for any.
             timeout: Seconds in which an update must come.
+            name: Number of this call for :meth:`ended`; 0 for none.
 
         Raises:
+            Aborted: Nothing is published. The engine was not changed.
             ConfigurationError: Another call lasts.
             DeadlineExceeded: None came. The engine was not changed.
             RoundFailed: It failed. The weights may be those of two versions.
         """
-        call = _LastingCall(number, epoch, Deadline(timeout))
+        call = _LastingCall(number, epoch, Deadline(timeout), name)
         with self._changed:
             if self._call is not None:
                 raise ConfigurationError(f"{self._member}: another call for an update lasts: a framework makes one at a time")
-            self._call = call
+            self._call, self._refused = call, None
+            self._end_waiting()
             self._changed.notify_all()
         try:
             while (work := self._next(call)) is not None:
@@ -125,6 +130,21 @@ class OwnerCall:
         with self._changed:
             self._order, self._given_up = order, None
 
+    def ended(self, name: int, reason: str, refuse: bool) -> None:
+        """End the call of this number, now or when it comes, unless an update has entered. Any thread.
+
+        With ``refuse`` the call has failed, and a pause does not wait for it, until the next call or the next :meth:`ended`.
+        """
+        with self._changed:
+            self._ended, self._refused = (name, reason), reason if refuse else None
+            self._end_waiting()
+            self._changed.notify_all()
+
+    def _end_waiting(self) -> None:
+        call, (name, reason) = self._call, self._ended
+        if call is not None and call.name == name != 0 and call.limit is None and not call.over:
+            call.over, call.error = True, Aborted(f"{self._member}: {reason}. The engine keeps its weights")
+
     def aborted(self, reason: str) -> None:
         """End the call in which an update is, or the update's wait for one. Any thread. Never blocks for long."""
         reason = reason or "its connection to the coordinator broke"
@@ -149,9 +169,10 @@ class OwnerCall:
         deadline, order = Deadline(timeout), self._order
         patience = timeout - min(_ANSWER_SECONDS, timeout / 10)
         with self._changed:
-            self._changed.wait_for(lambda: self._given_up is not None or self._taking(order), patience)
-            if self._given_up is not None:
-                raise Aborted(f"the update was given up before the framework called {self._member}: {self._given_up}")
+            self._changed.wait_for(lambda: self._given_up or self._refused or self._taking(order), patience)
+            given_up = self._given_up or self._refused
+            if given_up:
+                raise Aborted(f"the update was given up before the framework called {self._member}: {given_up}")
             if self._call is None or not self._call.takes(order):
                 waits = "" if self._call is None else f" (its call waits for {self._call.wanted})"
                 raise DeadlineExceeded(

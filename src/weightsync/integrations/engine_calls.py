@@ -13,6 +13,7 @@ from weightsync.errors import ConfigurationError, DeadlineExceeded, Verification
 from weightsync.model import Version
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import RoundResult
+from weightsync.trainer.framework_call import FrameworkCall
 
 Answers = Sequence[Mapping[str, Any] | None] | None
 """What the workers returned, one answer each; ``None`` from a framework that does not pass answers on."""
@@ -54,12 +55,12 @@ class EngineCalls:
         """
         return self._call("weightsync_join", {"coordinator": coordinator, "replica": replica, **options})
 
-    def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0) -> Answers:
+    def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0, call: int = 0) -> Answers:
         """Let the update to version ``number`` in, and return at its end.
 
         See :meth:`~weightsync.engines.vllm.in_call.CalledWorker.update`.
         """
-        return self._call("weightsync_update", {"number": number, "epoch": epoch, "timeout": timeout})
+        return self._call("weightsync_update", {"number": number, "epoch": epoch, "timeout": timeout, "call": call})
 
     def leave(self) -> None:
         """Leave the coordinator. Idempotent."""
@@ -74,7 +75,8 @@ class EngineCalls:
     ) -> RoundResult:
         """Call the engine on another thread, ``publish`` on this one, and return its result.
 
-        If ``publish`` fails before a round begins, the engine waits in the call until ``timeout``: choose the publication's.
+        If ``publish`` fails, the call ends, too. If the call fails before the update has come, ``publish`` ends with its error.
+        This holds for a :class:`~weightsync.Trainer` in this process; with another one, they end at ``timeout``.
 
         Args:
             publish: Publishes the version, for instance ``lambda: trainer.publish(step)``.
@@ -88,12 +90,22 @@ class EngineCalls:
             Exception: ``publish`` or the call raised it. A note on an error of ``publish`` says what the call raised.
         """
         answers: Outcome[Answers] = Outcome()
-        threading.Thread(target=answers.run, args=(self.update, number, epoch, timeout), name="weightsync-now", daemon=True).start()
+        call = FrameworkCall()
+
+        def update() -> None:
+            answers.run(self.update, number, epoch, timeout, call.number)
+            if (error := answers.error) is not None:
+                call.failed(f"the framework's call of its engine failed: {type(error).__name__}: {error}", timeout)
+
+        threading.Thread(target=update, name="weightsync-now", daemon=True).start()
         try:
-            result = publish()
+            with call.lent():
+                result = publish()
         except Exception as error:
             if not answers.over.wait(_SETTLE / 6):
                 error.add_note("the engine is still in its call, which waits for an update until its timeout")
+            elif call.refused and answers.error is not None:
+                raise answers.error from error
             elif answers.error is not None:
                 error.add_note(f"the engine's call raised {type(answers.error).__name__}: {answers.error}")
             raise

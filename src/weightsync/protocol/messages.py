@@ -30,11 +30,11 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources", "Commit",
-    "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndStream", "Failure", "Frame", "Hello", "Host", "Memory",
-    "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow", "Placed",
-    "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused", "ReplicaList",
-    "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing", "Traits", "Update",
-    "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
+    "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello", "Host",
+    "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow",
+    "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused",
+    "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing", "Traits",
+    "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
 PROTOCOL = 12
@@ -418,6 +418,16 @@ class CannotPublish(Message, frozen=True):
     """Name of the LoRA adapter that it cannot publish; empty for the base weights."""
 
 
+class EndCall(Message, frozen=True):
+    """A framework's call of its engine ends without an update. Passed on to all engine ranks. Answered by :class:`Done`."""
+
+    call: _Call
+    """Random number of the framework's call."""
+    reason: Annotated[str, msgspec.Meta(max_length=4000)]
+    refuse: bool = False
+    """The call failed, and the publication goes on: the pause that waits for it is refused."""
+
+
 class WaitForReplicas(Message, frozen=True):
     """A trainer rank waits until ``count`` replicas, ``names`` among them, are ready. Answered by :class:`ReplicaList`."""
 
@@ -452,8 +462,8 @@ class Done(Message, frozen=True):
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage | StoreMessage |
-    LoraMessage
+    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage |
+    StoreMessage | LoraMessage
 )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from msgspec import structs
 
 from weightsync.errors import ConfigurationError, VersionError
 from weightsync.model import PauseMode
+from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Publish
+from weightsync.trainer.framework_call import note_trainer
 
 
 class PublishRequests:
@@ -20,6 +22,7 @@ class PublishRequests:
 
     def __init__(self, mode: PauseMode | None) -> None:
         self._mode = known_mode(mode)
+        self.link: CoordinatorConnection | None = None
         self._started = False
         self.count = 0
         """Calls without a step: of this process, after those that the other ranks had begun when it started."""
@@ -42,6 +45,7 @@ class PublishRequests:
             VersionError: ``number`` is no version number.
             ConfigurationError: ``step`` is no integer of 64 bits, or ``mode`` is unknown.
         """
+        note_trainer(self.link)
         if step is None:
             count = self.count = self.count + 1
         else:

@@ -182,8 +182,7 @@ class Trainer(Closeable):
                     seeds=seeds, ranks=ranks, quantize=None if quantize is None else partial(formats_by_pattern, patterns=quantize),
                 )  # fmt: skip
             owned.callback(self._role.close)
-            # A thread that publishes finds the link closed, and is about to leave the region that is freed next.
-            owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)
+            owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)  # it finds the link closed
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed
             self._link = CoordinatorConnection(
@@ -194,6 +193,7 @@ class Trainer(Closeable):
                 name=f"trainer/{self.rank}",
             )
             owned.callback(self._link.close)
+            self._requests.link = self._link
             if settings.metrics_port is not None:
                 from weightsync.server.agent_metrics import agent_metrics
 

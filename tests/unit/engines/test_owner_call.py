@@ -42,6 +42,9 @@ class Called(Watched):
     def aborted(self, reason: str) -> None:
         self.call.aborted(reason)
 
+    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
+        self.call.ended(call, reason, refuse)
+
     def pause(self, mode: PauseMode, timeout: float) -> None:
         self.call.pause(mode, timeout)
         super().pause(mode, timeout)

@@ -53,6 +53,10 @@ class _CalledAdapter(VllmWorkerAdapter):
         """End the framework's call with an error."""
         self._call.aborted(reason)
 
+    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
+        """End the framework's call, if no update is in it."""
+        self._call.ended(call, reason, refuse)
+
     def begin(self) -> None:
         """Start a new version in the framework's call."""
         self._call.require_call()
@@ -221,7 +225,7 @@ class CalledWorker:
             about = {**self._about(direct), "replica": name}
         return about
 
-    def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0) -> dict[str, Any]:
+    def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0, call: int = 0) -> dict[str, Any]:
         """Let one update in, and return when this engine's ranks have verified and committed it.
 
         The framework has paused the engine in its own way and mapped the weights' memory. It drops the engine's caches (prefix
@@ -233,6 +237,7 @@ class CalledWorker:
                 engine holds this version already, the call returns at once. ``None``: the next update, whatever its version.
             epoch: Epoch of that version, for a trainer that uses numbers again; ``None``: any.
             timeout: Seconds in which the update must come.
+            call: Number of this call, by which the coordinator ends it if nothing is published.
 
         Returns:
             The version, its digest, how it was verified (``installed`` or ``received``), this rank's bytes (0 if the engine held
@@ -246,7 +251,7 @@ class CalledWorker:
                 raise ConfigurationError("this vLLM worker has not joined a coordinator: call weightsync_join first")
             held, waited, nbytes = engine.serving, 0.0, 0
             if held is None or self._discarded or not _is_there(held, number, epoch):
-                waited = self._call.serve(number, epoch, timeout)
+                waited = self._call.serve(number, epoch, timeout, call)
                 held, nbytes = engine.wait_for_version(0, timeout=_SETTLE), adapter.nbytes
                 self._discarded = False
             about = {

@@ -87,7 +87,7 @@ class Adapters(Closeable):
             last. In another process, that :class:`Version`, and the ``coordinator``. ``None``: base weights that weightsync
             does not deliver.
         adapter: Name of the adapter in a PEFT model.
-        alpha: Its ``lora_alpha``, where ``state`` is no model.
+        alpha: Its ``lora_alpha``, where ``state`` is no model. Each module is scaled by its own rank, as PEFT does.
         rslora: Its ``use_rslora``, where ``state`` is no model.
         on_base_update: Whether engines keep its versions when their base weights change (``"keep"``), or serve them no
             longer (``"refuse"``).

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from weightsync.errors import ConfigurationError
 from weightsync.model.lora import PREFIX, LoraConfig, lora_modules
@@ -36,10 +37,11 @@ def adapter_of(
         return _of_model(state, which)
     if alpha is None:
         raise ConfigurationError("an adapter given as tensors needs its lora_alpha: Adapters(state, base=..., alpha=...)")
-    if not isinstance(state, ShardedState):
-        state = {_name(name): tensor for name, tensor in state.items()}
-    manifest, _ = FollowedShards(state).now()
-    return state, LoraConfig(max(module.rank for module in lora_modules(manifest)), float(alpha), rslora)
+    state = state if isinstance(state, ShardedState) else {_name(name): tensor for name, tensor in state.items()}
+    modules = lora_modules(FollowedShards(state).now()[0])
+    chosen = LoraConfig(max(module.rank for module in modules), float(alpha), rslora)
+    own = {module.name: structs.replace(chosen, rank=module.rank).scaling("") for module in modules if module.rank != chosen.rank}
+    return state, structs.replace(chosen, scalings=own)  # as PEFT scales by each module's rank
 
 
 def _of_model(model: torch.nn.Module, which: str) -> tuple[dict[str, torch.Tensor], LoraConfig]:

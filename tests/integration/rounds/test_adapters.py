@@ -223,6 +223,17 @@ def test_a_version_is_served_by_name_and_by_number(made: Made) -> None:
         torch.testing.assert_close(fleet.modules[0].module(torch.ones(1, 24)), fleet.base(torch.ones(1, 24)))
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_each_module_is_scaled_by_its_own_rank(made: Made, rslora: bool) -> None:
+    fleet = made()
+    tensors = lora() | {name: tensor for name, tensor in lora(1, rank=16).items() if name.startswith("2.")}
+    with Adapters(tensors, fleet.trainer, alpha=8, rslora=rslora) as adapters:
+        adapters.publish("bob/code", 1)
+    small, large = (4.0, 2.0) if rslora else (2.0, 0.5)  # alpha by the (root of the) rank: PEFT's scaling with a rank_pattern
+    merged = tensors | {"2.lora_B.weight": tensors["2.lora_B.weight"] * (large / small)}
+    assert close(fleet.answer("bob/code")[1], fleet.right(merged, small))
+
+
 def test_a_running_use_keeps_its_version_and_nothing_waits_for_it(made: Made) -> None:
     fleet = made()
     first = {name: tensor.clone() for name, tensor in fleet.tensors.items()}

@@ -16,6 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from tests.processes import children
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
 
@@ -38,11 +39,6 @@ _SEED = int(os.environ.get("WEIGHTSYNC_TEST_SEED") or secrets.randbelow(1 << 32)
 os.environ["WEIGHTSYNC_TEST_SEED"] = str(_SEED)  # pytest-xdist's workers take the same
 _GRACE = 5.0
 # Direct children that live as long as this process on purpose, and end with it. What they start is looked at all the same.
-_LASTING = (
-    "multiprocessing.resource_tracker",
-    "multiprocessing.forkserver",
-    "weightsync.testing.fork_server",
-)
 
 _strays = pytest.StashKey[list[str]]()
 
@@ -87,31 +83,6 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-def _children(parent: int) -> dict[int, str]:
-    """Living descendants of ``parent``: process id to command line."""
-    below: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        if fields[0] != "Z":
-            below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: dict[int, str] = {}
-    todo = [parent]
-    while todo:
-        above = todo.pop()
-        for pid in below.get(above, []):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            except OSError:
-                continue
-            todo.append(pid)
-            if above != parent or not any(name in command for name in _LASTING):
-                found[pid] = command
-    return found
-
-
 def _held() -> set[str]:
     """What this process holds that a test could forget: threads, file descriptors, children, named shared memory."""
     held = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.is_alive()}
@@ -120,7 +91,7 @@ def _held() -> set[str]:
             held.add(f"file descriptor {link.name} -> {os.readlink(link)}")
         except OSError:  # the one that lists this folder
             continue
-    held |= {f"child process {pid}: {command}" for pid, command in _children(os.getpid()).items()}
+    held |= {f"child process {pid}: {command}" for pid, command in children(os.getpid()).items()}
     if Path("/dev/shm").is_dir():
         held |= {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith("weightsync")}
     return held
@@ -165,7 +136,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput"):
         lines = config.stash.get(_strays, [])  # this process's own children are pytest-xdist's workers, which look at their own
     else:
-        strays = _children(os.getpid())
+        strays = children(os.getpid())
         for pid in strays:
             try:
                 os.kill(pid, signal.SIGKILL)

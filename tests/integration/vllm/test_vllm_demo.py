@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import none_outlives
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.rare]
 
@@ -31,7 +32,8 @@ def test_the_demo_with_vllm_is_right(tmp_path: Path, more: list[str]) -> None:
         "3",
     ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([*command, "--json", *more], capture_output=True, text=True, timeout=600, env=environment)
+    with none_outlives():
+        done = subprocess.run([*command, "--json", *more], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["ok"] is True

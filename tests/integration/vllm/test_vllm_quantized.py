@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import none_outlives
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,9 +20,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def outcome(folder: Path, case: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "tests.integration.vllm.vllm_quantized", str(folder), case]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment
-    )
+    with none_outlives():
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment
+        )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stdout[-3000:]]
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return found

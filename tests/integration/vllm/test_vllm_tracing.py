@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import none_outlives
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).parent / "vllm_tracing.py"
@@ -32,18 +33,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def test_traced_layouts_of_vllms_models_are_their_loaders(tmp_path: Path, parallel: dict[str, int]) -> None:
     """With several ranks, they are planned together, so that what no rank has is noticed."""
     environment, ranks = {**os.environ, "PYTHONPATH": str(ROOT)}, math.prod(parallel.values())  # True is one
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(tmp_path), str(rank), str(ranks), json.dumps(parallel)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
+    with none_outlives():
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(tmp_path), str(rank), str(ranks), json.dumps(parallel)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
         said = [process.communicate(timeout=280)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     for process, out in zip(processes, said, strict=True):
         assert process.returncode == 0, out[-3000:]
         seen = [json.loads(line.removeprefix("RESULT ")) for line in out.splitlines() if line.startswith("RESULT ")]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.processes import none_outlives
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 400
@@ -33,14 +33,11 @@ def run_program(
         del environment[key]
     environment |= more or {}
     command = [sys.executable, *launcher, str(HERE.parent / name), *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
-    try:
+    with none_outlives():
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
         out, _ = process.communicate(timeout=SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line)[-4000:]
     _, there, rest = out.rpartition("RESULT {")  # perhaps behind a line that another process of vLLM left unfinished
     assert there, out[-4000:]

@@ -51,6 +51,8 @@ def _of_model(model: torch.nn.Module, which: str) -> tuple[dict[str, torch.Tenso
         raise ConfigurationError(f"the model has no PEFT adapter {which!r}; it has {', '.join(configs) or 'none'}")
     if getattr(config, "bias", "none") != "none" or getattr(config, "modules_to_save", None):
         raise ConfigurationError("biases and modules_to_save cannot be published as part of an adapter: train it without them")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ConfigurationError("no engine here serves activated LoRA: train it without alora_invocation_tokens")
     if getattr(config, "use_dora", False):
         raise ConfigurationError("no engine here serves DoRA adapters: train it with use_dora=False, or publish merged weights")
     tensors = {}
@@ -58,6 +60,8 @@ def _of_model(model: torch.nn.Module, which: str) -> tuple[dict[str, torch.Tenso
         match = _MATRIX.fullmatch(checkpoint_name(name))
         if match is not None and match[3] == which:
             tensors[_name(name)] = parameter.detach()
+        elif re.search(rf"\.(lora|trainable_tokens)_\w+\.{re.escape(which)}(\.|\Z)", name):
+            raise ConfigurationError(f"{name} cannot be published with an adapter: train without lora_bias and token indices")
     chosen = LoraConfig(int(config.r), float(config.lora_alpha), bool(getattr(config, "use_rslora", False)))
     others = {module: scaling for module, scaling in _scalings(model, which) if scaling != chosen.scaling(module)}
     rank = max([chosen.rank, *getattr(config, "rank_pattern", {}).values()])

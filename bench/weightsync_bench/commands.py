@@ -61,13 +61,14 @@ def bench(
     masters: Annotated[bool, typer.Option("--masters", help="`gpu`: float32 in the trainer, published as bfloat16.")] = False,
     json: JsonLast = False,
 ) -> None:
-    """Measure whole rounds, and in the same run the copies that no implementation can avoid.
+    r"""Measure whole rounds, and in the same run the copies that no implementation can avoid.
 
     ```
     weightsync bench
     weightsync bench --only shared_memory/direct --size 256MiB --tensors 300
     weightsync bench --suite transfer --only direct --runs 5
-    weightsync bench --suite gpu --model qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
+    weightsync bench --suite gpu --model qwen3-30b-a3b \
+      --source fsdp=4 --target tp=4 --placement colocated
     weightsync bench --json | tail -1 | jq '.cases[] | {name, ratio}'
     ```
     """
@@ -94,7 +95,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Element type that is published, as torch calls it.")] = "bfloat16",
     placement: Annotated[
         PlacementOption,
-        typer.Option(help="Engines on hosts of their own (`separate`), on the trainer's (`shared`), or on its GPUs (`colocated`)."),
+        typer.Option(help="Engines on separate hosts (`separate`), on the trainer's (`shared`), or on its GPUs (`colocated`)."),
     ] = PlacementOption.separate,
     nic: Annotated[float, typer.Option(metavar="GBITS", help="NIC of one GPU in Gb/s, one direction.")] = 400.0,
     nvlink: Annotated[float, typer.Option(metavar="GBYTES", help="NVLink of one GPU in GB/s, one direction.")] = 396.0,
@@ -104,12 +105,14 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Forecast a refit: bytes by link, seconds by stage, memory, and what to change first. Needs no GPU.
+    r"""Forecast an update: bytes by link, seconds by stage, memory, and what to change first. Needs no GPU.
 
     ```
     weightsync plan kimi-k2 --source pp=8,ep=32 --target tp=16,replicas=16 --nic 400
-    weightsync plan qwen3-30b-a3b --source fsdp=4 --target tp=4 --placement colocated
-    weightsync plan ./config.json --source fsdp=64 --target tp=8,ep=8,replicas=4 --svg refit.svg
+    weightsync plan qwen3-30b-a3b \
+      --source fsdp=4 --target tp=4 --placement colocated
+    weightsync plan ./config.json --source fsdp=64 \
+      --target tp=8,ep=8,replicas=4 --svg update.svg
     weightsync plan kimi-k2 --source pp=8,ep=32 --json | jq '.changes[0]'
     ```
 

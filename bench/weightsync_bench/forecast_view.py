@@ -13,7 +13,7 @@ from weightsync.protocol.round_log import size
 from weightsync_bench.forecast.forecast import Forecast, RefitForecast
 
 _WHOLE_SECONDS, _BAR_WIDTH = 100, 24
-_SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to everybody"}
+_SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to all ranks"}
 
 
 def forecast_view(forecast: RefitForecast) -> RenderableType:

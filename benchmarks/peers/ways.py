@@ -52,8 +52,8 @@ WAYS = (
         name="nemo_rl", label="NeMo-RL's packed engine", of="other", mover="nemo_rl", variants=({"buffers": 2}, {"buffers": 3}),
         detail="2 and 3 buffers of 2 % of the GPU's memory",
     ),
-    Way(name="by_tensor", label="NCCL broadcast, a call a tensor", of="other", mover="by_tensor", detail="torch.distributed"),
-    Way(name="m2n", label="NCCL M2N, a reshard a tensor", of="other", mover="m2n", detail="as vLLM calls it"),
+    Way(name="by_tensor", label="NCCL broadcast, one call per tensor", of="other", mover="by_tensor", detail="torch.distributed"),
+    Way(name="m2n", label="NCCL M2N, one reshard per tensor", of="other", mover="m2n", detail="as vLLM calls it"),
     Way(
         name="m2n_grouped", label="NCCL M2N, grouped", of="other", mover="m2n", variants=({"group": 256},),
         detail="groups of 256 tensors",

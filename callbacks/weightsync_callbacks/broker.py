@@ -108,7 +108,7 @@ class _Followed:
         """Return the secret of one who may follow now. Raises ``HTTPException`` while another one does."""
         follower = _follower_of(request)
         if follower is None:
-            raise HTTPException(HTTPStatus.BAD_REQUEST, f"a follower names a secret of its own: {FOLLOWER_HEADER}")
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"a follower names its own secret: {FOLLOWER_HEADER}")
         if self._streams and follower != self._follower:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "another process follows this mailbox; only one may at a time")
         return follower

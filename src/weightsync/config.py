@@ -170,7 +170,7 @@ class RoundSettings(_Checked, frozen=True, kw_only=True):
     fan_out: Count | None = None
     """Replicas that read from one source at a time; ``None``: all read from the trainer. See :class:`ServerSettings`."""
     timeout: Seconds = 300.0
-    """Seconds for a round without a timeout of its own, and the most that any round gets."""
+    """Seconds for a round that names no timeout, and the most that any round gets."""
     grace: Seconds = 5.0
     """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
     drain: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
@@ -236,7 +236,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds whose traces are kept in memory; 0 turns tracing off."""
     state_dir: str | None = None
     """Folder of the history of rounds; ``off`` keeps it in memory. By default ``weightsync`` in the user's state folder
-    (``$XDG_STATE_HOME``, else ``~/.local/state``)."""
+    (``$XDG_STATE_HOME``, by default ``~/.local/state``)."""
     otel: Literal["on", "off"] = "off"
     """Whether rounds are exported as OpenTelemetry traces, with the extra ``[otel]`` and the standard ``OTEL_`` variables."""
     store: str | None = None
@@ -265,7 +265,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheme(self) -> str:
-        """``https`` with a certificate, else ``http``."""
+        """``https`` with a certificate; otherwise ``http``."""
         return "https" if self.tls_certificate else "http"
 
     @classmethod
@@ -317,7 +317,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """File with the certificates that an https coordinator is checked against, instead of the system's."""
     data_host: str | None = None
     """Address, name or network interface of this host on which a trainer rank serves its shards over a network. By default loopback
-    with a coordinator on loopback, else the address of the interface by which the coordinator is reached."""
+    with a coordinator on loopback; otherwise the address of the interface by which the coordinator is reached."""
     data_encryption: Literal["on", "off"] | None = None
     """Whether a trainer rank encrypts its data sockets; by default beyond loopback. With ``on``, an engine rank refuses sources on
     a network that do not; else it does as the trainer does."""

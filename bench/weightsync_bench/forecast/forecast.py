@@ -174,7 +174,7 @@ def _forecast(scenario: Scenario, shapes: ShapeTable, traffic: Traffic, transpor
     measured = figures()
     own, near, far = _shares(scenario, traffic)
     if transport.reach == "process":
-        return Forecast(transport=transport.name, unusable="trainer and engines are processes of their own")
+        return Forecast(transport=transport.name, unusable="trainer and engines are separate processes")
     if transport.reach == "host" and far > 0:
         return Forecast(transport=transport.name, unusable="bytes cross hosts")
     links = tuple(_links(scenario, traffic, transport, (own, near, far)))

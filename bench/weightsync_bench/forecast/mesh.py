@@ -35,7 +35,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)) < 1 or self.ranks > _MOST_RANKS:
-            raise ConfigurationError(f"a mesh has 1 to {_MOST_RANKS:,} ranks and positive sizes: {self}")
+            raise ConfigurationError(f"{self}: sizes must be at least 1, and the ranks at most {_MOST_RANKS:,}")
         if self.stage % self.ep or self.stage % (self.fsdp * self.tp):
             raise ConfigurationError(f"ep={self.ep} and fsdp x tp={self.fsdp * self.tp}: one must divide the other")
 
@@ -57,7 +57,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name) for name in self.__struct_fields__}
-        return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
+        return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "tp=1"
 
     @property
     def stage(self) -> int:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import EnumType
 from typing import Any
 
 import typer
@@ -46,11 +47,15 @@ class HelpTexts:
     """Mixin of the group and of every command, before Typer's class."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - click's own types have moved between packages
-        """Parameters, with flags shown without a value: ``--json``, not ``--json <bool>``."""
+        """Parameters, with flags shown without a value, and others with one word: ``--json``, ``--pause-mode MODE``."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in params:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
+            elif not parameter.metavar and parameter.param_type_name == "option":
+                parameter.metavar = parameter.name.rpartition("_")[2].upper()
+                if isinstance(kind := parameter.type_descriptor.annotation, EnumType):
+                    parameter.help += f" One of {', '.join(map(str, kind.__members__.values()))}."
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401

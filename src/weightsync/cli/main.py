@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import secrets
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -112,10 +113,7 @@ def root(
 def serve(
     host: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST",
-            help="Address to listen on; any but loopback requires a token [env: WEIGHTSYNC_HOST; default 127.0.0.1].",
-        ),
+        typer.Option(help="Address to listen on; any but loopback requires a token [env: WEIGHTSYNC_HOST; default 127.0.0.1]."),
     ] = None,
     port: Annotated[
         int | None,
@@ -129,15 +127,9 @@ def serve(
     operator_token_file: ServedOperatorTokenFile = None,
     tls_certificate: Annotated[
         Path | None,
-        typer.Option(
-            "--tls-cert",
-            metavar="PATH",
-            help="Serve https with this certificate chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE].",
-        ),
+        typer.Option("--tls-cert", metavar="PATH", help="Serve https with this chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE]."),
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Key of the certificate (PEM) [env: WEIGHTSYNC_TLS_KEY].")
-    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
     pause_mode: Annotated[
         Pausing | None,
         typer.Option(
@@ -190,11 +182,11 @@ def serve(
     For several machines, set the same token on all of them:
 
     ```
-    export WEIGHTSYNC_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
+    export WEIGHTSYNC_TOKEN=$(weightsync token --new)
     weightsync serve --host 0.0.0.0
     ```
 
-    Ctrl-C stops it. You can restart it at any time: agents reconnect, and engines keep serving meanwhile.
+    Ctrl-C stops it. You can restart it at any time: agents reconnect, and engines keep serving while it is down.
     """
     from weightsync.cli.serve import serve_forever
 
@@ -363,6 +355,7 @@ def token(
         TokenPart | None,
         typer.Option(help="Print only one part: a token, the file or variable that holds the first one, or the link."),
     ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Print a new random token, and ask no coordinator.")] = False,
     json: Json = False,
 ) -> None:
     r"""Show a coordinator's tokens, their sources, and a link that opens the status page.
@@ -378,6 +371,8 @@ def token(
     """
     from weightsync.cli.token import show_token
 
+    if new:
+        return typer.echo(secrets.token_urlsafe(32))
     option = None if token_file is None else str(token_file)
     part = None if only is None else only.value
     show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)

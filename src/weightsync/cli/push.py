@@ -37,7 +37,9 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint, sharded or not, or one file.")],
     to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
     engine: Annotated[EngineKind, typer.Option(help="Routes of the servers; `weightsync` and `vllm` verify every tensor.")],
-    label: Annotated[str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER.")] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER. Needed with sglang, vllm.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
     backend: Annotated[GroupBackend, typer.Option(help="Transfer backend; `nccl` needs a local GPU.")] = GroupBackend.nccl,
     group: Annotated[str, typer.Option(help="Name of the process group.")] = "weightsync",
@@ -57,7 +59,7 @@ def push(
     token_file: Annotated[Path | None, typer.Option(help="File with the servers' API key.")] = None,
     json: Json = False,
 ) -> None:
-    """Update running servers from a checkpoint on disk, without a trainer.
+    r"""Update running servers from a checkpoint on disk, without a trainer.
 
     Reads a bucket at a time, sends it to all servers concurrently, and prints the outcome of each server. A server is paused only
     after the first bucket has been read and, with `weightsync` and `vllm`, the server has compared the checkpoint with its model. A
@@ -66,8 +68,10 @@ def push(
     from a trainer update both.
 
     ```
-    weightsync push ./step-400 --to http://head:30000 --engine sglang --label 400 --ranks 8
-    weightsync push ./step-400 --to http://a:8000 --to http://b:8000 --engine weightsync --backend gloo --json
+    weightsync push ./step-400 --to http://head:30000 \
+      --engine sglang --label 400 --ranks 8
+    weightsync push ./step-400 --to http://a:8000 --to http://b:8000 \
+      --engine weightsync --backend gloo --json
     ```
     """
     import torch

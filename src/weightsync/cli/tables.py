@@ -36,7 +36,7 @@ _NEEDED = ("python", "loopback", "numba")
 """Findings of ``doctor`` without which trainers and engines cannot work on a machine."""
 _SHOWN_ROUNDS = 5
 _SHOWN_PROCESSES = 4
-_OPTIONAL_COLUMNS = ("by transport", "GB/s", "bytes", "pause", "replicas", "version", "ended", "run")  # the first to hide first
+_OPTIONAL_COLUMNS = ("by transport", "GB/s", "version", "bytes", "replicas", "ended", "run", "pause")  # the first to hide first
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
 _HALF_A_DAY = 43200.0
@@ -262,7 +262,7 @@ def _cells(record: RoundRecord, now: float, several: bool) -> dict[str, Text]:
 
 
 class _RoundsTable:
-    """One line a round, whatever the width: hides columns until the others fit, and names them below the table."""
+    """One line per round, whatever the width: hides columns until the others fit, and names them below the table."""
 
     def __init__(self, rows: Sequence[Mapping[str, Text]]) -> None:
         self._rows = rows

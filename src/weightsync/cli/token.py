@@ -50,11 +50,9 @@ def find(settings: ClientSettings, option: str | None) -> FoundToken:
 def _other(settings: ClientSettings, kind: SecretKind) -> tuple[str | None, str | None]:
     """The secret of a kind and its source."""
     secret = secret_of(settings, kind)
-    return (
-        (None, None)
-        if secret is None
-        else (secret.reveal(), token_source(kind) or str(token_path(settings.coordinator.port, kind=kind)))
-    )
+    if secret is None:
+        return None, None
+    return secret.reveal(), token_source(kind) or str(token_path(settings.coordinator.port, kind=kind))
 
 
 def _missing(settings: ClientSettings) -> str:

@@ -47,7 +47,7 @@ def _of_trainer(gone: Sequence[RankStatus]) -> Iterator[Alert]:
     if gone:
         text = f"{', '.join(rank.member for rank in gone)} disappeared (killed, crashed, hung or network cut). {_where(gone)}"
         since = min(rank.ended or 0.0 for rank in gone)
-        yield _alert("trainer", "lost", text, since, fix="Restart the trainer. Replicas keep serving the version that they have.")
+        yield _alert("trainer", "lost", text, since, fix="Restart the trainer. Replicas keep serving their version.")
 
 
 def _of_replica(replica: ReplicaStatus) -> Iterator[Alert]:

@@ -167,7 +167,7 @@ class EngineSession:
         if states and self.state not in states:
             raise ProtocolError(f"{call.what} needs an engine rank that is {' or '.join(states)}; {self.member} is {self.state}")
         if states and self._update != call.update:
-            raise ProtocolError(f"this {call.what} belongs to an update that ended; another one was begun meanwhile")
+            raise ProtocolError(f"this {call.what} belongs to an update that ended; another one has begun since")
 
     @contextmanager
     def turn(self, call: Ticket, deadline: Deadline) -> Iterator[None]:

@@ -149,7 +149,7 @@ class CheckpointFiles(Closeable):
             while done < end:
                 count = os.preadv(place.descriptor, [memory[done : min(end, done + _READ)].data], at)
                 if count == 0:
-                    raise ConfigurationError(f"{place.path} ended in the middle of {spec.name}: somebody made it shorter")
+                    raise ConfigurationError(f"{place.path} ended in the middle of {spec.name}: another process made it shorter")
                 done, at = done + count, at + count
 
     def close(self) -> None:

@@ -316,7 +316,7 @@ class WeightUpdates:
         failpoints.reached("updates.commit")
         async with self._lock:
             if self._update is not update:
-                raise ConfigurationError("the update ended meanwhile")
+                raise ConfigurationError("the update has ended")
             if update.busy:
                 raise ConfigurationError("a bucket of this update still arrives; commit it when all are answered")
             self._check_claims(manifest, update.known, claims, partial=update.partial)

@@ -115,7 +115,7 @@ def arrange(offer: Mapping[str, Any], metadata: Iterable[Mapping[str, Any]], rol
     names = tuple(str(about["name"]) for about in rollouts)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise MembershipError(f"two rollout ranks have one name: {few(twice)}; each needs a process of its own")
+        raise MembershipError(f"two rollout ranks have one name: {few(twice)}; each needs a separate process")
     return Meeting(url.url, float(offer["seconds"]), names)
 
 

@@ -142,7 +142,7 @@ def test_a_record_that_was_altered_is_refused(pair: tuple[EncryptedChannel, Encr
     sealed = bytearray(owner._sealing.seal(memoryview(b"weights")))
     sealed[5] ^= 1
     owner.socket.sendall(sealed)
-    with pytest.raises(AuthenticationError, match="somebody altered the connection"):
+    with pytest.raises(AuthenticationError, match="the connection was altered"):
         reader.receive(7, Deadline(5))
 
 

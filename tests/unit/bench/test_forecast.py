@@ -169,11 +169,11 @@ def test_the_picture_has_a_bar_for_each_link_and_fetches_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("qwen3-8b", "--source", "fsdp=0"), "a mesh has"),
+        (("qwen3-8b", "--source", "fsdp=0"), "fsdp=0: sizes must be at least 1"),
         (("qwen3-8b", "--source", "zero=8"), "give a mesh as"),
         (("qwen3-8b", "--source", "tp=8,tp=8"), "give a mesh as"),
         (("qwen3-8b", "--target", "tp=3,ep=2"), "one must divide the other"),
-        (("qwen3-8b", "--target", "replicas=99999999"), "a mesh has"),
+        (("qwen3-8b", "--target", "replicas=99999999"), "the ranks at most"),
         (("qwen3-8b", "--target", "tp=7"), "engines refuse tp=7 for 32 attention heads and 8 of keys and values"),
         (("qwen3-30b-a3b", "--target", "tp=64"), "engines refuse tp=64 for 32 attention heads"),
         (("qwen3-8b", "--dtype", "complex"), "unknown dtype"),

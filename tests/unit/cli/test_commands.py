@@ -279,6 +279,19 @@ def test_the_token_of_a_local_coordinator_is_shown_with_its_file_and_a_link(serv
     ]  # fmt: skip
 
 
+def test_a_new_token_needs_no_coordinator() -> None:
+    first, second = (run("token", "--new").output.strip() for _ in range(2))
+    assert first != second
+    assert len(first) == 43
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_take_one_word_in_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = re.findall(r"^│ [* ]  (?:--[a-z-]+)(?: +-\w)? +(\S+)", run(command, "--help").output, re.MULTILINE)
+    assert [word for word in words if word[0] == "<"] == []
+
+
 def test_a_configured_token_is_shown_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("a/b&c")
     by_option = json.loads(run("token", "--json", "-c", "http://head:7400", "--token-file", str(tmp_path / "file")).output)

@@ -131,9 +131,9 @@ def record(number: int, rank: str = "policy-0/0", **changes: object) -> RoundRec
 def test_the_history_takes_one_whole_line_a_round_at_80_columns_and_names_what_it_hides() -> None:
     failed = record(10, ok=False, kind="seed", updated=1, error=ERROR, slowest=None, transports={})
     text = shown(rounds_view([record(8), record(9), failed]))
-    assert re.search(r"^13:59:00 +9 +123456 +112.500 +ok +verify 12345 ms +policy-0/0 *$", text, re.MULTILINE)
-    assert re.search(r"^13:59:00 +10 +123456 +112.500 +failed \(seed\) *$", text, re.MULTILINE)
-    assert "\nhidden at this width: bytes, GB/s, pause, replicas, by transport\n" in text
+    assert re.search(r"^13:59:00 +9 +112.500 +12500 ms +ok +verify 12345 ms +policy-0/0 *$", text, re.MULTILINE)
+    assert re.search(r"^13:59:00 +10 +112.500 +12500 ms +failed \(seed\) *$", text, re.MULTILINE)
+    assert "\nhidden at this width: version, bytes, GB/s, replicas, by transport\n" in text
     assert text.count("21 tensors differ in dtype") == 1
     table = text.partition("hidden at")[0]
     assert "0.4 ms" in shown(rounds_view([record(9, slowest=SlowestSpan("coordinator", "plan", 0.0004))]))
@@ -156,7 +156,9 @@ def test_the_history_says_of_which_run_a_round_is_if_it_lists_several() -> None:
     assert "run-of-another" not in shown(rounds_view([record(1, run="run-of-another")]), 160)
 
 
-@pytest.mark.parametrize(("width", "cells"), [(60, "9 +112.500"), (80, "13:59:00 +9 +123456 +112.500"), (100, "13:59:00 .* 16/16")])
+@pytest.mark.parametrize(
+    ("width", "cells"), [(60, "9 +112.500"), (80, "13:59:00 +9 +112.500 +12500 ms"), (100, "13:59:00 .* 16/16")]
+)
 def test_a_long_name_of_a_rank_is_shortened_before_other_columns_are_hidden(width: int, cells: str) -> None:
     text = shown(rounds_view([record(9, "policy-" + "x" * 200)]), width)
     assert re.search(rf"^ *{cells} +ok +verify 12345 ms +policy-x+\u2026 *$", text, re.MULTILINE)

@@ -36,7 +36,7 @@ _SETTINGS = {
     "enable_unified_cache_external_linker": _OUTLIVES,
     "enable_hierarchical_cache": _NOT_DRAINED,
     "enable_hisparse": _NOT_DRAINED,
-    "enable_streaming_session": "a session keeps its keys and values in a pause, and SGLang drops nothing meanwhile",
+    "enable_streaming_session": "a session keeps its keys and values in a pause, and SGLang drops nothing in it",
     "dllm_algorithm": "a pause does not stop the requests that a diffusion model prepares, and SGLang drops nothing before that",
     "enable_pdmux": "its event loop ignores a pause",
     "disaggregation_mode": "prefill servers keep keys and values of the old weights during a pause",
@@ -74,7 +74,7 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
     if draft is not None and draft.weight_update_runners():
         return (
             f"--speculative-algorithm is {arguments.speculative_algorithm!r}: its draft model would keep its weights. Only drafts "
-            "without weights of their own (NGRAM) are supported"
+            "without weights (NGRAM) are supported"
         )
     return _kept_copies(runner.model)
 

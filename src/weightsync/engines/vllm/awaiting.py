@@ -37,7 +37,7 @@ async def coordinator_answers() -> None:
         if trouble != reason:
             reason = trouble
             _log.warning(
-                "weightsync: vLLM cannot join the coordinator at %s yet (%s). It serves meanwhile, and keeps trying",
+                "weightsync: vLLM cannot join the coordinator at %s yet (%s). It serves without it, and keeps trying",
                 settings.coordinator, trouble,
             )  # fmt: skip
         # Not a poll: this is a connection being made again, less and less often, while there is none.

@@ -52,7 +52,7 @@ class PublishesWeights:
         """Bring the model as it is now to all engines. OpenRLHF calls it on every rank.
 
         Raises:
-            ConfigurationError: The update is not one of a whole model between GPUs of their own.
+            ConfigurationError: The update is not one of a whole model between separate GPUs.
             RoundFailed: An engine did not take it. Raised on every rank.
             DeadlineExceeded: The update took longer than its timeout, also where this rank is still in a gather that another one
                 never joins.
@@ -73,7 +73,7 @@ class PublishesWeights:
         if args.ds.lora.rank > 0 or args.ds.load_in_4bit:
             raise ConfigurationError("weightsync publishes whole models: set no LoRA rank, and no load_in_4bit")
         if args.train.colocate_all and not args.train.async_enable:
-            raise ConfigurationError("weightsync needs GPUs of their own for vLLM: leave out --train.colocate_all")
+            raise ConfigurationError("weightsync needs separate GPUs for vLLM: leave out --train.colocate_all")
         self._publisher = trainer = Trainer(
             self.stream if self._gathers else self.actor.model.module,
             transports=self.transports,

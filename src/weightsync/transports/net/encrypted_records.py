@@ -80,7 +80,7 @@ class Opening(_Keys):
         """
         (plain,) = _LENGTH.unpack(length)
         if not 0 < plain <= RECORD_BYTES:
-            raise AuthenticationError(f"{self._peer} announced a record of {plain:,} bytes: somebody altered the connection")
+            raise AuthenticationError(f"{self._peer} announced a record of {plain:,} bytes: the connection was altered")
         return int(plain) + TAG_BYTES
 
     def open(self, length: bytes | bytearray | memoryview, sealed: memoryview, into: memoryview | None = None) -> memoryview:
@@ -95,5 +95,5 @@ class Opening(_Keys):
         try:
             cipher.decrypt_into(nonce, sealed, length, plain)
         except InvalidTag:
-            raise AuthenticationError(f"a record is not the one that {self._peer} sent: somebody altered the connection") from None
+            raise AuthenticationError(f"a record is not the one that {self._peer} sent: the connection was altered") from None
         return plain

@@ -51,7 +51,7 @@ def _check_magic(data: bytes, peer: str) -> None:
     if data[:6] != _MAGIC[:6]:
         raise ProtocolError(f"{peer} does not speak weightsync")
     if data[6:8] == _ENCRYPTED_ONLY:
-        raise AuthenticationError(f"{peer} takes encrypted connections only, and its address did not say so: somebody changed it")
+        raise AuthenticationError(f"{peer} takes encrypted connections only, and its address did not say so: it was changed")
     if data[:8] != _MAGIC:
         theirs, ours = int.from_bytes(data[6:8], "big"), int.from_bytes(_MAGIC[6:8], "big")
         raise ProtocolError(f"{peer} speaks transport protocol {theirs}, this is {ours}: install the same weightsync on both sides")

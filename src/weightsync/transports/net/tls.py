@@ -140,7 +140,7 @@ class EncryptedChannel(Channel):
     def _check_certificate(self, certificate: bytes) -> None:
         if not hmac.compare_digest(hashlib.sha256(certificate).digest(), self._fingerprint or b""):
             raise AuthenticationError(
-                f"{self.peer} shows another certificate than its address says: it was restarted, or somebody stands in between"
+                f"{self.peer} shows another certificate than its address says: it was restarted, or another process is between"
             )
 
     def _expect_tls(self, deadline: Deadline) -> None:

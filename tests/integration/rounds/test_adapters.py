@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -35,7 +34,6 @@ from weightsync.protocol.update_messages import Verify
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard, ShardedState, shard
 from weightsync.trainer.adapters import Adapters
-from weightsync.trainer.lora_state import adapter_of
 
 MODULES = ("0", "2")
 ROOT = Path(__file__).parents[3]
@@ -234,25 +232,6 @@ def test_each_module_is_scaled_by_its_own_rank(made: Made, rslora: bool) -> None
     small, large = (4.0, 2.0) if rslora else (2.0, 0.5)  # alpha by the (root of the) rank: PEFT's scaling with a rank_pattern
     merged = tensors | {"2.lora_B.weight": tensors["2.lora_B.weight"] * (large / small)}
     assert close(fleet.answer("bob/code")[1], fleet.right(merged, small))
-
-
-@pytest.mark.parametrize("more", ["bias", "tokens", "alora", ""])
-def test_no_part_of_a_peft_model_is_left_out(more: str) -> None:
-    layer = torch.nn.Module()
-    layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(8, 4, bias=False)})
-    layer.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 8, bias=more == "bias")})
-    model = torch.nn.Module()
-    model.base_model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"q": layer})})
-    if more == "tokens":
-        layer.token_adapter = torch.nn.Module()
-        layer.token_adapter.trainable_tokens_delta = torch.nn.ParameterDict({"default": torch.zeros(2, 8)})
-    tokens = [3] if more == "alora" else None
-    model.peft_config = {"default": SimpleNamespace(r=4, lora_alpha=8, alora_invocation_tokens=tokens)}  # type: ignore[assignment]
-    if not more:
-        assert len(adapter_of(model, "default", None, False)[0]) == 2  # type: ignore[arg-type]
-        return
-    with pytest.raises(ConfigurationError, match=r"B\.default\.bias|trainable_tokens_delta\.default|activated LoRA"):
-        adapter_of(model, "default", None, False)
 
 
 def test_a_running_use_keeps_its_version_and_nothing_waits_for_it(made: Made) -> None:

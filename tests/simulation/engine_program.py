@@ -289,6 +289,8 @@ class ModuleProcess(EngineProcess):
             self.world.violated(kind, f"{self} generates as {version} with the bytes of {content}")
 
     def _change(self, turn: Turn, what: str) -> None:
+        if turn.how == RETIE and self.world.calm:
+            return  # an act may last until then: nothing may break that the last publication has repaired
         if turn.how == RETIE:
             self.world.hit(what, self, 10.0)
             self.wrecked = True

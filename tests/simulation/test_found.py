@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.simulation.main import run_many
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine_role import EngineRole
@@ -90,6 +91,18 @@ def test_an_engine_that_is_being_paused_serves_no_version(adapter: Stubborn, rol
     assert after is None
 
 
+def test_an_engine_whose_adapter_raises_in_aborted_is_paused_all_the_same(adapter: Stubborn, role: EngineRole) -> None:
+    """Its replica was dirty, and it generated on (schedule 2730207)."""
+
+    def fail(reason: str) -> None:
+        raise RuntimeError("not now")
+
+    adapter.aborted = fail  # type: ignore[method-assign]
+    role.handle(Quarantine("it did not pause"), 5.0)
+    assert not adapter.generating
+    assert role.session.served_version is None
+
+
 def test_a_pause_that_failed_is_made_up_for_by_the_quarantine(adapter: Stubborn, role: EngineRole) -> None:
     def fail(mode: PauseMode, timeout: float) -> None:
         raise RuntimeError("not now")
@@ -101,3 +114,18 @@ def test_a_pause_that_failed_is_made_up_for_by_the_quarantine(adapter: Stubborn,
     assert adapter.generating
     role.handle(Quarantine("it did not pause"), 5.0)
     assert not adapter.generating
+
+
+def test_an_engine_remembers_what_it_took_although_it_serves_it_no_more(role: EngineRole) -> None:
+    """Nobody else may know by then that the number was used (schedule 2730051)."""
+    role.session.state = "written"
+    role.session.finish(VERSION)
+    role.handle(Quarantine("its trainer is gone"), 5.0)
+    assert role.session.served_version is None
+    assert role.session.latest == VERSION
+
+
+def test_schedules_that_found_something() -> None:
+    """A number used twice; an act that lasted until the calm; an adapter that raises in ``aborted``."""
+    for seed in (2_730_051, 2_730_133, 2_730_207):
+        assert not run_many([seed]).failed, seed

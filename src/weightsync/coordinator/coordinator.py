@@ -204,8 +204,8 @@ class Coordinator:
         """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
         for member, link in replica.members().items():
-            if link.serving is not None and link.serving.run == self.settings.run:
-                self._publications.claim("engine", member, *link.serving.order)
+            if (taken := link.rank.hello.version or link.serving) is not None and taken.run == self.settings.run:
+                self._publications.claim("engine", member, *taken.order)
         version = reported_version(replica, self.settings.run)
         if len(reported) > 1:
             self._exclude(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")

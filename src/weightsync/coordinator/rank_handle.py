@@ -109,10 +109,6 @@ class RankHandle(Generic[R]):
             return outcome
         task = self._calls[outcome] = asyncio.ensure_future(call)
 
-        def settled(done: asyncio.Future[T]) -> None:
-            self._calls.pop(done, None)
-            task.cancel()
-
         def ended(done: asyncio.Future[T]) -> None:
             _abandoned.discard(task)
             error = None if done.cancelled() else done.exception()
@@ -128,7 +124,7 @@ class RankHandle(Generic[R]):
         # The task may outlive its outcome if the rank ignores cancellation: keep a reference, and retrieve its exception.
         _abandoned.add(task)
         task.add_done_callback(ended)
-        outcome.add_done_callback(settled)
+        outcome.add_done_callback(lambda done: (self._calls.pop(done, None), task.cancel()))
         return outcome
 
     def sever(self, reason: str) -> None:

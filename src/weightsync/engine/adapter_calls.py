@@ -149,9 +149,12 @@ class AdapterCalls:
             before._taken()
 
     def aborted(self, reason: str) -> None:
-        """See :meth:`EngineAdapter.aborted`. Takes no turn."""
+        """See :meth:`EngineAdapter.aborted`. Takes no turn. One that raises keeps nobody from pausing the engine."""
         for adapter, _ in self._driven:
-            adapter.aborted(reason)
+            try:
+                adapter.aborted(reason)
+            except Exception:  # noqa: BLE001 - the adapter's own
+                _log.exception("%s: %s.aborted() raised", self._member, type(adapter).__name__)
 
     def call_ended(self, call: int, reason: str, refuse: bool) -> None:
         """See :meth:`EngineAdapter.call_ended`. Takes no turn."""

@@ -103,6 +103,8 @@ class EngineSession:
         self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
         # Held while an abort is noted or the state changes, so that `served_version` stays true after an abort.
         self._changing = threading.Condition(threading.Lock())
+        self.latest: Version | None = None
+        """The last version that it took, also if it serves none since."""
         self.closed = False
         """Whether :meth:`close` was called."""
 
@@ -370,6 +372,7 @@ class EngineSession:
     def finish(self, version: Version) -> None:
         """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""
         self.require("written")
+        self.latest = version
         self._calls.finish(version)
 
     def commit(self, version: Version) -> None:

@@ -126,7 +126,8 @@ class Hello(Message, frozen=True):
     count: _Count = 0
     """Publications that this trainer process has begun, for one that joins later."""
     version: Version | None = None
-    """Last version that this trainer rank published. A restarted coordinator checks engines' reports against its digest."""
+    """Last version that this trainer rank published: a restarted coordinator checks engines' reports against its digest. Of an
+    engine rank the last one that it took, although it may serve none since: its number is not used again."""
     credential: _Name = ""
     """From the last :class:`Welcome`. Needed to reconnect before the coordinator has seen the old connection end."""
     window_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.hellos import said
 from tests.unit.coordinator.contents import MANIFEST, rows_layout
 from tests.unit.coordinator.fakes import HOST, EngineProcess, FakeTrainer, TrainerProcess, World
 from tests.virtual_time import virtual
 
-from weightsync.coordinator.ranks import TrainerRank
+from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.errors import VersionError
 from weightsync.model import Version, label_of, parse_label
 from weightsync.protocol.messages import Offer, Publish
@@ -36,6 +37,27 @@ def restart_trainer(world: World, *, new_epoch: bool = True) -> None:
         process.disconnect()
     for rank in range(2):
         add(world, rank, new_epoch=new_epoch)
+
+
+@virtual
+async def test_a_number_is_not_used_again_although_nobody_serves_its_version() -> None:
+    """Trainer and coordinator are new processes, and the only engine that took the version is dirty (schedule 2730051)."""
+    world = World()
+    engine = EngineProcess(world, "r", 0, 1, world.session(), "auto", MANIFEST)
+    made = engine.make
+
+    def make() -> EngineRank:
+        rank = made()
+        hello = msgspec.structs.replace(rank.hello, version=Version("test", 440, "ab", "cd"))
+        return EngineRank(hello, rank.manifest, rank.layout, None)
+
+    engine.make = make
+    engine.connect()
+    for rank in range(2):
+        add(world, rank, new_epoch=False)
+    with pytest.raises(VersionError, match="the last one is 440"):
+        await world.publish(400)
+    assert (await world.publish(441)).ok
 
 
 @virtual

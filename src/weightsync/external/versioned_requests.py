@@ -28,6 +28,11 @@ class _Demands(NamedTuple):
     exact: tuple[str, ...]
     least: tuple[str, ...]
 
+    @property
+    def shown(self) -> str:
+        """For messages."""
+        return " and ".join([*self.exact, *(f"{text} or later" for text in self.least)])
+
     def allows(self, label: str | None) -> bool:
         """Whether the version ``label`` may answer."""
         have = None if label is None else parse_label(label)
@@ -43,7 +48,8 @@ class VersionedRequests:
     ``X-Weightsync-Version: run@7`` asks for this version, ``X-Weightsync-Min-Version: run@7`` for this or a later one of the run.
     Otherwise the answer is 409 with the version that the server has, before the engine sees the request; a malformed name is 400.
     Every answer has ``X-Weightsync-Version`` with what was served when the request came and when its answer began. A request for
-    exactly one version that an update overtakes is refused with 409, or cut off if its answer has begun. ``GET /health/weights``
+    exactly one version that an update overtakes is refused with 409, or cut off if its answer has begun; so is any whose server
+    has an earlier version by then, or one of another run. ``GET /health/weights``
     is 200 while a verified version is served, and 503 otherwise.
 
     Args:
@@ -79,7 +85,7 @@ class VersionedRequests:
         await self._app(scope, receive, self._watched(send, scope, wanted, label))
 
     def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None) -> Send:
-        """Add the version to the answer. If exactly one is wanted, let nothing out that another one may have generated."""
+        """Add the version to the answer. Let nothing out that a version may have generated which is not wanted."""
         begun, refused = False, False
 
         async def watched(message: Message) -> None:
@@ -87,9 +93,10 @@ class VersionedRequests:
             if refused:
                 return
             now = self._label()
-            if wanted.exact and not wanted.allows(now):
+            # While an update runs, what comes may be of the version before, which is well for all that do not want exactly one.
+            if (wanted.exact or now is not None) and not wanted.allows(now):
                 if begun:
-                    raise VersionError(f"the answer was cut off: it must be of {', '.join(wanted.exact)}, and an update has begun")
+                    raise VersionError(f"the answer was cut off: it must be of {wanted.shown}, and an update has begun")
                 refused = True
                 await _refuse(send, scope, wanted, now)
                 return
@@ -126,8 +133,7 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, byte
 
 
 async def _refuse(send: Send, scope: Scope, wanted: _Demands, label: str | None) -> None:
-    demands = [*wanted.exact, *(f"{text} or later" for text in wanted.least)]
-    message = f"the request asks for {' and '.join(demands)}, and this server has {label or _NONE}"
+    message = f"the request asks for {wanted.shown}, and this server has {label or _NONE}"
     await _answer(send, scope, HTTPStatus.CONFLICT, _error(HTTPStatus.CONFLICT, message, label), label)
 
 

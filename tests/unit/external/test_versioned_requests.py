@@ -149,6 +149,27 @@ def test_an_exact_request_that_waited_through_an_update_is_refused_instead_of_an
     assert sent[0]["status"] == 409 and b"this server has run@8" in sent[1]["body"]
 
 
+@pytest.mark.parametrize("later", ["run@5", "other@9"])
+def test_an_answer_is_never_of_an_earlier_version_than_asked_for_nor_of_another_run(later: str) -> None:
+    """A replica that failed may be seeded with an older version from a store, and any may be updated from outside."""
+
+    async def update(server: Server) -> None:
+        server.label = later
+
+    with pytest.raises(VersionError, match="cut off: it must be of run@7 or later"):
+        Server(steps=update).ask([(b"x-weightsync-min-version", b"run@7")])
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        server.label = later
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"of another version"})
+
+    server = Server()
+    server._asgi = VersionedRequests(waits, served=lambda: server.label)  # type: ignore[arg-type,return-value]
+    assert server.status(("X-Weightsync-Min-Version", "run@7")) == 409
+    assert b"this server has" in server.sent[1]["body"]
+
+
 @pytest.mark.parametrize(("label", "status"), [("run@7", 200), (VERSION, 200), (None, 503), ("weightsync:none", 503)])
 def test_the_readiness_route(label: object, status: int) -> None:
     server = Server(label)

@@ -96,8 +96,12 @@ def campaign(*arguments: str) -> dict[str, int]:
             ],
         ),
         ("network", ["cut/solo-0/engine.group"]),
-        ("relay", ["cut/solo-0/engine.committed", "break/solo-0/engine.group"]),
-        ("tcp", ["kill/solo-0/engine.committed", "stop/duo-1/engine.move", "kill/trainer-0/trainer.placed", "swap/trainer-0"]),
+        pytest.param("relay", ["cut/solo-0/engine.committed", "break/solo-0/engine.group"], marks=pytest.mark.rare),
+        pytest.param(
+            "tcp",
+            ["kill/solo-0/engine.committed", "stop/duo-1/engine.move", "kill/trainer-0/trainer.placed", "swap/trainer-0"],
+            marks=pytest.mark.rare,
+        ),
     ],
 )
 def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:

@@ -135,7 +135,8 @@ def trained(steps: int) -> list[str]:
     return mark([*reference.parameters()])
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.rare), SLURM])
+@pytest.mark.rare
+@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
 def test_a_run_over_five_hosts(hosts: Hosts, environment: dict[str, str], tmp_path: Path, launcher: str) -> None:
     """Two FSDP2 ranks publish to two replicas, with a coordinator on a fifth host. One replica's host is cut off and comes back."""
     state = [f"--{what}={tmp_path / where}" for what, where in (("tls-cert", "head.pem"), ("tls-key", "head.pem"))]

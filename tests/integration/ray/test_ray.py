@@ -219,6 +219,7 @@ def test_shards_reach_every_replica_and_ray_carries_none_of_it(world: World) -> 
     assert max(ray.get(world.single.__ray_call__.remote(ray_actors.what_ray_carried), timeout=TIMEOUT)) > 4 * ROWS * COLUMNS
 
 
+@pytest.mark.rare
 def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_restarts_it(world: World) -> None:
     with managed() as manager, ThreadPoolExecutor(1) as pool:
         world.add_trainer(manager)
@@ -245,6 +246,7 @@ def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_res
         assert replicas["halves"].version == number
 
 
+@pytest.mark.rare
 def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
     port = free_port()
     operator = generate()
@@ -296,6 +298,7 @@ def test_a_replica_leaves_and_comes_back_as_another(world: World) -> None:
         assert manager.update_weights(world.number + 2).ok, "a call that was cancelled stands in the way"
 
 
+@pytest.mark.rare
 def test_the_token_reaches_actors_by_a_file_and_no_log(world: World, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray writes ``env_vars`` into ``runtime_env_agent.log``, which everybody on the node can read: the token was there."""
     token = generate()
@@ -339,6 +342,7 @@ def test_what_an_actor_raises_is_raised_here_and_nobody_stays_joined(world: Worl
             manager.add_replica("half", world.halves[0], lambda worker: worker.adapter, timeout=0.1)
 
 
+@pytest.mark.rare
 def test_a_dead_trainer_actor_is_named_at_once(world: World) -> None:
     with managed() as manager:
         world.add_trainer(manager)

@@ -539,7 +539,9 @@ class Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("point", ["received", "registered", "received.droplora"])
+@pytest.mark.parametrize(
+    "point", ["received", *(pytest.param(point, marks=pytest.mark.rare) for point in ("registered", "received.droplora"))]
+)
 def test_a_rank_that_is_killed_takes_the_version_from_its_replica_and_no_other(made: Made, point: str) -> None:
     fleet = made(engines=1)
     survivor = Part()

@@ -54,7 +54,7 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "replicated"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("replicated", marks=pytest.mark.rare)])
 def test_ranks_enter_together_and_no_pass_mixes_two_versions(server: BackgroundServer, tmp_path: Path, kind: str) -> None:
     policy = model()
     with ExitStack() as owned:

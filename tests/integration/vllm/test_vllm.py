@@ -14,11 +14,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("offline-env", 2),
         ("server-env", 1),
         *(pytest.param(kind, ranks, marks=pytest.mark.rare) for kind, ranks in [
             ("offline", 1), ("offline", 2), ("server", 1), ("server", 2), ("offline-env", 1), ("async-env", 1), ("async-env", 2),
-            ("server-env", 2),
+            ("server-env", 2), ("offline-env", 2),
         ]),
     ],
 )  # fmt: skip

@@ -10,8 +10,9 @@ from tests.integration.vllm.vllm_support import run_program
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.rare)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_updates_run_inside_the_frameworks_calls(tmp_path: Path, ranks: int) -> None:
     seen = run_program("vllm/vllm_called.py", ranks, tmp_path, ranks=ranks)
     assert seen["before"] is True

@@ -29,7 +29,7 @@ def outcome(folder: Path, case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("case", "matrices"), [("dense", 8), ("experts", 8)])
+@pytest.mark.parametrize(("case", "matrices"), [pytest.param("dense", 8, marks=pytest.mark.rare), ("experts", 8)])
 def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path, case: str, matrices: int) -> None:
     found = outcome(tmp_path, case)
     assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": matrices}
@@ -41,10 +41,12 @@ def test_a_kernel_that_keeps_other_scales_is_refused_by_name(tmp_path: Path) -> 
     assert found["kept"]
 
 
+@pytest.mark.rare
 def test_experts_whose_kernel_computes_with_a_copy_of_scales_are_refused_by_name(tmp_path: Path) -> None:
     assert "the kernel of model.layers.0.mlp.experts" in outcome(tmp_path, "copies")["reason"]
 
 
+@pytest.mark.rare
 def test_a_configuration_that_contradicts_the_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     found = outcome(tmp_path, "contradicts")
     assert "mlp.gate.weight (it is converted from torch.bfloat16 to torch.float8_e4m3fn" in found["reason"]

@@ -36,6 +36,7 @@ def stand_in(changes_scales, copies):
     """Let vLLM take its Triton kernels for this CPU; with ``changes_scales``, one that keeps other scales
     than it was given; with ``copies``, experts' kernels compute with a copy of theirs."""
     import vllm.model_executor.kernels.linear as kernels
+    import vllm.model_executor.layers.utils as layers
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8
     from vllm.platforms import PlatformEnum
@@ -54,6 +55,8 @@ def stand_in(changes_scales, copies):
             if changes_scales:
                 layer.weight_scale_inv.data.mul_(2)
 
+    # As on GPUs: on some CPUs it packs a weight for its own multiplication and leaves nothing in the parameter.
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Kernel]
     fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, object)
 

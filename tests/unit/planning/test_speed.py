@@ -55,6 +55,7 @@ def test_a_mixture_of_experts_from_8_to_8(parallel: Callable[[Manifest, int], li
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(240)
 def test_a_trillion_parameters_from_256_to_16() -> None:
     command = [sys.executable, "-m", "tests.unit.planning.trillion"]

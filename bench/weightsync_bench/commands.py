@@ -103,6 +103,7 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Also write a picture: bars by link, for every transport.")
     ] = None,
+    details: Annotated[bool, typer.Option("--details", help="Also show stages, memory and links.")] = False,
     json: Json = False,
 ) -> None:
     r"""Forecast an update: bytes by link, seconds by stage, memory, and what to change first. Needs no GPU.
@@ -150,4 +151,5 @@ def plan(
         {**msgspec.to_builtins(transport), **({} if transport.unusable else {"pause": transport.pause})}
         for transport in forecast.transports
     ]
-    show({**msgspec.to_builtins(forecast), "transports": transports}, lambda _: forecast_view(forecast), as_json=json)
+    answer = {**msgspec.to_builtins(forecast), "transports": transports}
+    show(answer, lambda _: forecast_view(forecast, details=details), as_json=json)

@@ -16,8 +16,8 @@ _WHOLE_SECONDS, _BAR_WIDTH = 100, 24
 _SCHEMES = {"gathered": "gather whole tensors first", "broadcast": "broadcast everything to all ranks"}
 
 
-def forecast_view(forecast: RefitForecast) -> RenderableType:
-    """A forecast: the answer, what crosses, stages and memory of each transport, links of the best one, what to change first."""
+def forecast_view(forecast: RefitForecast, *, details: bool) -> RenderableType:
+    """The answer, what crosses, and what to change first; with details stages, memory and links."""
     refit, usable = forecast.refit, [transport for transport in forecast.transports if not transport.unusable]
     best = next((transport for transport in usable if transport.transport == forecast.best), None)
     views: list[RenderableType] = [
@@ -37,7 +37,7 @@ def forecast_view(forecast: RefitForecast) -> RenderableType:
         stages.append([plain_text(cell, style) for cell in (transport.transport, *seconds)])
         cells = (transport.transport, *map(size, transport.memory.values()), transport.bottleneck.name)
         memory.append([plain_text(cell, style) for cell in cells])
-    views += [
+    tables: list[RenderableType] = [
         titled_table(
             "seconds by stage (metadata: once, while training goes on; place: before the pause)",
             ("transport", *(f">{name}" for name in names), ">pause"), stages,
@@ -47,13 +47,15 @@ def forecast_view(forecast: RefitForecast) -> RenderableType:
             ("~transport", ">trainer rank", ">engine rank", ">coordinator", "~bottleneck"), memory,
         ),
     ]  # fmt: skip
-    views += notes(
+    tables += notes(
         (transport.transport, plain_text(f"not usable: {transport.unusable}", "dim"))
         for transport in forecast.transports
         if transport.unusable
     )
     if best is not None:
-        views += [links_view([best]), _basis(best, forecast.others)]
+        tables += [links_view([best]), _basis(best, forecast.others)]
+    if details or best is None:
+        views += tables
     if forecast.changes:
         rows = ((change.what, change.transport, _seconds(change.metadata), _seconds(change.pause)) for change in forecast.changes)
         views.append(titled_table("what to change first", ("~change", "~transport", ">metadata", ">pause"), rows))

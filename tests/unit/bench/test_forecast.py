@@ -129,7 +129,11 @@ def test_a_trainer_that_cuts_across_the_engines_is_told_to_keep_experts_whole() 
     forecast = forecast_of("kimi-k2", "fsdp=256", "tp=16,replicas=16")
     assert "refuses a plan of 108,356,096 pieces" in forecast.refused
     assert forecast.changes[0].what.startswith("whole experts at the trainer")
-    shown = run("kimi-k2", "--source", "fsdp=256", "--target", "tp=16,replicas=16").stdout
+    command = ("kimi-k2", "--source", "fsdp=256", "--target", "tp=16,replicas=16")
+    short, shown = run(*command).stdout, run(*command, "--details").stdout
+    assert short.splitlines()[0] == shown.splitlines()[0]
+    assert "what to change first" in short
+    assert [title for title in ("seconds by stage", "extra memory", "seconds by link") if title in short] == []
     assert "108,356,096" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
 

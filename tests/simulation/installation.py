@@ -76,7 +76,7 @@ def installed(world: World) -> Iterator[None]:
         if world.people and not isinstance(state, tuple):
             return FollowedShards(state, **options)
         known = state.declare() if isinstance(state, ShardedState) else state
-        return SimpleNamespace(now=lambda: known)
+        return SimpleNamespace(now=lambda: known, release=lambda: None)
 
     become, make, sources = Replica.become, Replica.__init__, SourceOracle(world)
 

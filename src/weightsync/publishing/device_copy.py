@@ -62,7 +62,7 @@ class DeviceCopy:
             starts = np.repeat([start for _, _, start, _ in self._parts], [last - first for first, last, _, _ in self._parts])
             self._places = changes.sections.offset, changes.sections.offset - starts.astype(np.int64)
             firsts = self._places[1]
-        self._sources = [shard.tensor for shard in shards if not shard.tensor.is_meta]
+        self._sources = [shard for shard in shards if not shard.tensor.is_meta]
         self._targets: list[torch.Tensor] = []
         self._write, self._written = write, list[tuple[Shard, torch.Tensor]]()
         for shard, first in zip(shards, firsts.tolist(), strict=True):
@@ -89,16 +89,17 @@ class DeviceCopy:
         if stop[0]:
             raise Aborted("the copy of this version was stopped")
         deadline = deadline or Deadline(PLACING_SECONDS)
+        sources = [shard.tensor for shard in self._sources]
         with torch.no_grad(), torch.cuda.device(self._device):
             if self._changes is not None:
                 before, now = self._places
                 self._changes.start(before + self._addresses[0], now + self._scratch.data_ptr())
                 for first, last, _, _ in self._parts:
-                    torch._foreach_copy_(self._targets[first:last], self._sources[first:last], non_blocking=True)
+                    torch._foreach_copy_(self._targets[first:last], sources[first:last], non_blocking=True)
                     self._changes.launch(first, last)
                 self._changes.finish(deadline)
             elif self._targets:
-                torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+                torch._foreach_copy_(self._targets, sources, non_blocking=True)
             if self._write is not None:
                 self._write(self._written, stop)
         return self.digests(PUBLIC, deadline)

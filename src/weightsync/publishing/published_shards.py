@@ -200,6 +200,11 @@ class PublishedShards(Publication):
         self._shards = shards
         self._masters = masters  # last: a signal handler may raise anywhere in here, and then all of this is done again
 
+    def release(self) -> None:
+        """Keep none of the shards' memory alive until :meth:`follow`, where they are copied: a trainer may offload it."""
+        if self._followed is not None and self.quantized is None:
+            self._followed.release()
+
     @contextmanager
     def placing(self, number: int, stop: npt.NDArray[np.int8], deadline: Deadline) -> Iterator[npt.NDArray[np.uint64]]:
         """Bring the shards as they are now into the region. Readers find version ``number`` if the block did not raise.

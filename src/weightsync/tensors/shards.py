@@ -450,6 +450,9 @@ def _published(dtype: DTypes, held: Mapping[str, torch.dtype], aliases: Mapping[
     return wanted
 
 
+_RELEASED = torch.empty(0)
+
+
 class FollowedShards:
     """Manifest and shards of ``state``, recomputed whenever a tensor has other memory or is another view of the same memory.
 
@@ -465,14 +468,17 @@ class FollowedShards:
         include_buffers: bool = False,
     ) -> None:
         self._state, self._dtype, self._include_buffers = state, dtype, include_buffers
+        self._released = False
         self._take()
 
     def _take(self) -> None:
+        self._cuts: list[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]] | None = None
         self._current = shards_of(self._state, dtype=self._dtype, include_buffers=self._include_buffers)
         # Afterwards, because hooks of a state dict may replace parameters: FSDP replaces gathered ones with its shards.
         self._names, tensors = self._look()
         self._views = Views(tensors)
         self._tree = _Tree(self._state, self._include_buffers) if isinstance(self._state, nn.Module) else None
+        self._released = False
 
     @torch.no_grad()
     def _look(self) -> tuple[list[str], list[torch.Tensor]]:
@@ -500,9 +506,41 @@ class FollowedShards:
     def now(self) -> tuple[Manifest, list[Shard]]:
         """Return :func:`shards_of` for the current memory; the identical objects if nothing has moved."""
         names, tensors = self._look()
-        if names != self._names or not self._views.are_of(tensors):
+        if names != self._names or not self._views.are_of(tensors) or (self._released and self._cuts is None):
             self._take()
+        elif self._released and self._cuts is not None:
+            with torch.no_grad():
+                for shard, (index, shape, strides, offset) in zip(self._current[1], self._cuts, strict=True):
+                    part = tensors[index].detach()
+                    if shape is not None:
+                        part = part.as_strided(shape, strides, part.storage_offset() + offset)
+                    object.__setattr__(shard, "tensor", part)
+            self._released = False
         return self._current
+
+    def release(self) -> None:
+        """Keep no tensor alive until the next :meth:`now`: the program may offload them. Meanwhile the shards have no memory.
+
+        Does nothing for shards that are no parts of the state's own tensors, such as copies that a hook of a state dict made.
+        """
+        if self._released or isinstance(self._state, ShardedState):
+            return
+        names, tensors = self._look() if self._cuts is None else ([], [])
+        if self._cuts is None and names == self._names and self._views.are_of(tensors):
+            index = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors) if tensor.numel()}
+            held = [(index.get(part.tensor.untyped_storage()._cdata, -1), part.tensor) for part in self._current[1]]
+            if any(number < 0 or part.dtype != tensors[number].dtype for number, part in held):
+                return
+            self._cuts = [
+                (number, None, (), 0)
+                if (part.data_ptr(), part.shape, part.stride()) == (whole.data_ptr(), whole.shape, whole.stride())
+                else (number, tuple(part.shape), part.stride(), int(part.storage_offset() - whole.storage_offset()))
+                for number, part in held
+                for whole in (tensors[number],)
+            ]
+        self._released = True  # first: a signal handler may raise anywhere in here
+        for shard in self._current[1]:
+            object.__setattr__(shard, "tensor", _RELEASED)
 
     def now_quickly(self) -> tuple[Manifest, list[Shard]]:
         """Return what :meth:`now` does, in about a tenth of the time if nothing has moved.
@@ -510,7 +548,7 @@ class FollowedShards:
         ``python -m benchmarks.second_look`` measures it. A contiguous tensor at the same address that now has another shape or
         dtype goes unnoticed.
         """
-        if self._tree is not None and self._tree.unchanged():
+        if not self._released and self._tree is not None and self._tree.unchanged():
             return self._current
         return self.now()
 

@@ -90,6 +90,7 @@ class TrainerRole(PublishedShards):
             state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
             quantize=quantize, all_max=None if ranks is None else ranks.all_max,
         )  # fmt: skip
+        self.release()
 
     @property
     def live(self) -> bool:
@@ -126,6 +127,7 @@ class TrainerRole(PublishedShards):
             )
         if self.live:
             self.withdraw()
+        self.release()
 
     def handle(self, body: Body, timeout: float) -> Body:
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` if that number is not being published."""

@@ -14,7 +14,7 @@ from pathlib import Path
 _LASTING = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "weightsync.testing.fork_server",
+    "weightsync_testing.fork_server",
 )
 
 _SUBREAPER = 36

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("demo", "megatron", "nixl", "otel", "ray", "store", "testing", "test", "fuzz", "browser", "docs", "dev")
+EXTRAS = ("demo", "megatron", "nixl", "otel", "ray", "store", "test", "fuzz", "browser", "docs", "dev")
 NOT_PINNED = {"pip", "setuptools", "weightsync"}
 """Comes with Python's own environments, or is this project."""
 BY_BUILD = re.compile(r"nvidia-|cuda-|triton$|torch$")

@@ -124,7 +124,7 @@ def _local_torch(version: str) -> None:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    every = ("demo", "otel", "store", "testing", "test", "dev", "megatron", "nixl", "ray", "fuzz", "browser")
+    every = ("demo", "otel", "store", "test", "dev", "megatron", "nixl", "ray", "fuzz", "browser")
     extras = [option for extra in every for option in ("--extra", extra)]
     entries = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras)
     with_docs = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras, "--extra", "docs")

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.testing.transport_contract import TransportContract, nothing_left
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.nixl.agent import Agent, nixl_problem
+from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

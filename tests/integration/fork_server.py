@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from weightsync.testing.fork_server import ForkServer
+from weightsync_testing.fork_server import ForkServer
 
 FORK_SERVER = ForkServer("tests.integration.external.disaggregated_server", "tests.contract.external.conformance_server")
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PACKAGES = ("src/weightsync", "bench/weightsync_bench", "callbacks/weightsync_callbacks")
+PACKAGES = ("src/weightsync", "bench/weightsync_bench", "callbacks/weightsync_callbacks", "testing/weightsync_testing")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HELP = ("cli", "commands.py", "config.py")
 """Folders and files whose docstrings are help texts, or rows of the table of settings."""

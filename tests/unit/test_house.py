@@ -22,10 +22,12 @@ from weightsync.server import problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weightsync"
-PACKAGES = (SOURCE, ROOT / "bench" / "weightsync_bench", ROOT / "callbacks" / "weightsync_callbacks")
+PACKAGES = (SOURCE, *code_lines.BESIDE.values())
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-SHIPPED_TESTS = sorted((SOURCE / "testing").rglob("*.py"))  # a third party inherits these; they assert, as tests do
+SHIPPED_TESTS = sorted(
+    code_lines.BESIDE["weightsync-testing"].rglob("*.py")
+)  # a third party inherits these; they assert, as tests do
 MAX_LINES = 600
 MAX_TEST_LINES = 600
 
@@ -125,8 +127,9 @@ IMPORTS_BY_NAME = {
     "integrations/checks.py": "packages of the table of checks",
     "releases.py": "modules of the table of releases",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
+    "testing/__init__.py": "modules of weightsync-testing under their old names, from a list",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
-    "testing/fork_server.py": "the child processes of tests, told by their parent",
+    "fork_server.py": "the child processes of tests, told by their parent",
 }
 
 

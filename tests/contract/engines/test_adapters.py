@@ -1,4 +1,4 @@
-"""Holds the adapters here to the contract that every engine adapter has: weightsync.testing.adapter_contract."""
+"""Holds the adapters here to the contract that every engine adapter has: weightsync_testing.adapter_contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, DeadlineExceeded
 from weightsync.model import Version
 from weightsync.protocol.messages import Delivery
-from weightsync.testing.adapter_contract import AdapterContract
+from weightsync_testing.adapter_contract import AdapterContract
 
 
 class TestModule(AdapterContract):

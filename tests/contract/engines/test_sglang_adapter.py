@@ -15,7 +15,7 @@ from tests.contract.engines.sglang_stand_in import StandInScheduler, adapter_of
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.protocol.messages import Delivery
-from weightsync.testing.adapter_contract import AdapterContract
+from weightsync_testing.adapter_contract import AdapterContract
 
 
 class TestSglang(AdapterContract):

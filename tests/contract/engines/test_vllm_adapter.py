@@ -16,7 +16,7 @@ import torch
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.messages import Delivery
-from weightsync.testing.adapter_contract import AdapterContract
+from weightsync_testing.adapter_contract import AdapterContract
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.slow, pytest.mark.rare, pytest.mark.timeout(600), pytest.mark.filterwarnings("default"),

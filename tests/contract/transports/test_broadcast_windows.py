@@ -19,9 +19,6 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import BroadcastBroken, DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.tensors.copies import gather_tiles
-from weightsync.testing.copy_cases import tiles_from
-from weightsync.testing.owner_process import contents
-from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.broadcast import collective as wire
 from weightsync.transports.broadcast.collective import Collective
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
@@ -30,6 +27,9 @@ from weightsync.transports.broadcast.sender import BroadcastJob, BroadcastPublis
 from weightsync.transports.broadcast.transport import Broadcast
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
+from weightsync_testing.copy_cases import tiles_from
+from weightsync_testing.owner_process import contents
+from weightsync_testing.transport_contract import nothing_left
 
 __all__ = ["nothing_left"]
 

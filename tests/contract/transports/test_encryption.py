@@ -21,7 +21,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError, WeightSyncError
 from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
-from weightsync.testing.copy_cases import Wanted, big
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Network
 from weightsync.transports.broadcast.collective import Collective
@@ -30,6 +29,7 @@ from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.listening_publisher import ListeningPublisher
 from weightsync.transports.net.tls import publisher_context
 from weightsync.transports.tcp.transport import Tcp
+from weightsync_testing.copy_cases import Wanted, big
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weightsync.testing.transport_contract import TransportContract, nothing_left
+from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

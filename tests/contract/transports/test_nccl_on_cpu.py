@@ -12,10 +12,10 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
-from weightsync.testing.copy_cases import big
-from weightsync.testing.transport_contract import TransportContract, nothing_left
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
+from weightsync_testing.copy_cases import big
+from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

@@ -15,13 +15,13 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, SharedMemoryTooSmall, StaleSource, TransportUnavailable, VersionError
 from weightsync.protocol.messages import Host, Offer
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.testing.transport_contract import nothing_left
 from weightsync.transports.host import memory
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.host.shared_memory import SharedMemory
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import choose, known, transport, transports_for
 from weightsync.transports.tcp.transport import Tcp
+from weightsync_testing.transport_contract import nothing_left
 
 __all__ = ["nothing_left"]
 

@@ -14,13 +14,13 @@ import pytest
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.testing.copy_cases import keyed, odd_shapes
-from weightsync.testing.owner_process import contents
 from weightsync.transports.net import tls
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.encrypted_records import RECORD_BYTES
 from weightsync.transports.net.tls import EncryptedChannel
 from weightsync.transports.tcp.tile_stream import TileStream
+from weightsync_testing.copy_cases import keyed, odd_shapes
+from weightsync_testing.owner_process import contents
 
 KIB = 1 << 10
 

@@ -13,10 +13,10 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost
-from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes
-from weightsync.testing.owner_process import contents
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.tcp.tile_stream import TileStream
+from weightsync_testing.copy_cases import Wanted, big, keyed, odd_shapes
+from weightsync_testing.owner_process import contents
 
 Pair = tuple[Channel, Channel]
 

@@ -10,8 +10,8 @@ import torch
 from tests.contract.transports.toy_transport import Toy
 
 import weightsync
-from weightsync.testing.transport_contract import TransportContract, nothing_left
 from weightsync.transports.registry import known, transport
+from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weightsync.testing.transport_contract import TransportContract, nothing_left
 from weightsync.transports.nixl.agent import nixl_problem
+from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
 

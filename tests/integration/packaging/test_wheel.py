@@ -117,7 +117,15 @@ def test_the_command_lists_what_it_can_do(installed: Path, tmp_path: Path) -> No
     assert not re.search(r"\b(demo|faults|simulate)\b", text)
 
 
-def test_the_contract_suites_name_the_extra_that_they_need(installed: Path, tmp_path: Path) -> None:
+def test_without_the_package_of_the_contract_suites_the_error_names_it(installed: Path, tmp_path: Path) -> None:
     code = "try:\n    import weightsync.testing.adapter_contract\nexcept ModuleNotFoundError as error:\n    print(error)"
-    assert "pip install '.[testing]'" in _run(installed / "python", "-c", ABSENT + code, cwd=tmp_path)
-    assert "testing" in PROJECT["optional-dependencies"]
+    assert "pip install ./testing" in _run(installed / "python", "-c", ABSENT + code, cwd=tmp_path)
+
+
+def test_the_contract_suites_are_installed_beside_the_wheel(installed: Path, tmp_path: Path) -> None:
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--target", tmp_path)
+    _run(*PIP, "install", *options, ROOT / "testing", cwd=tmp_path)
+    code = "from weightsync_testing import adapter_contract, transport_contract; print(transport_contract.__file__)"
+    printed = _run(installed / "python", "-c", code, cwd=tmp_path)
+    assert Path(printed.strip()).is_relative_to(tmp_path), "the installed package was imported, not the checkout's"
+    assert (tmp_path / "weightsync_testing" / "py.typed").exists()

@@ -37,8 +37,8 @@ from weightsync.engines.sglang.caches import drop_caches
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 from weightsync.server.server import BackgroundServer
-from weightsync.testing.adapter_contract import AdapterContract
 from weightsync.trainer.trainer import Trainer
+from weightsync_testing.adapter_contract import AdapterContract
 
 pytestmark = [
     pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("default"),

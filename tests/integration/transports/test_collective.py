@@ -20,13 +20,13 @@ from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import BroadcastBroken, StaleSource, WeightSyncError
 from weightsync.server.server import BackgroundServer
-from weightsync.testing.copy_cases import Wanted, big
-from weightsync.testing.owner_process import contents
 from weightsync.transports.broadcast.collective import Collective
 from weightsync.transports.broadcast.reader import BroadcastReader
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync_bench.peer import Peer, tensor_shapes
+from weightsync_testing.copy_cases import Wanted, big
+from weightsync_testing.owner_process import contents
 
 KEY, DIGEST = b"k" * 32, "d" * 32
 SIZE, TENSORS = 1 << 20, 6

@@ -17,7 +17,7 @@ from weightsync.store.catalog import collect_garbage, load, newest, orders
 from weightsync.store.objects import Listed, ObjectStore
 from weightsync.store.restore import check_object, tensors_of
 from weightsync.store.signing import SigningKey, new_secret
-from weightsync.testing.fork_server import ForkServer
+from weightsync_testing.fork_server import ForkServer
 
 FORK_SERVER = ForkServer("tests.unit.store.storing_process")
 

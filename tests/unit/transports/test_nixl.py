@@ -16,7 +16,6 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.testing.copy_cases import tiles_from
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports import registry
 from weightsync.transports.base import Network
@@ -28,6 +27,7 @@ from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
 from weightsync.transports.nixl.memory_messages import Pack
 from weightsync.transports.nixl.staged_frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
 from weightsync.transports.nixl.transport import Nixl
+from weightsync_testing.copy_cases import tiles_from
 
 needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
 KEY = b"the key of this contract's runs."

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.testing.transport_contract import TransportContract
 from weightsync.transports.base import Transport
 from weightsync.transports.registry import BUILT_IN
+from weightsync_testing.transport_contract import TransportContract
 
 ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "src" / "weightsync"
-NAMES_ALLOWED = ("transports", "cli", "bench", "testing")
+NAMES_ALLOWED = ("transports", "cli", "bench")
 TORCH_BACKENDS = {"nccl", "gloo"}  # torch's words
 FROM_THE_COORDINATOR = {"store"}
 """The coordinator itself offers stored versions, and no rank publishes by this transport, so the contract of two ends does not

@@ -1,6 +1,6 @@
 """Test processes that start without delay: forked from a process that has already imported their modules, which takes seconds.
 
-``python -m weightsync.testing.fork_server FD MODULE...`` imports the modules. A request over ``FD`` holds descriptors and, as
+``python -m weightsync_testing.fork_server FD MODULE...`` imports the modules. A request over ``FD`` holds descriptors and, as
 JSON, a function and its argument. For each request it forks a process that calls the function, and answers with the process id.
 """
 
@@ -45,7 +45,7 @@ class ForkServer:
             # Its processes end without a shutdown, so coverage would slow them down and save nothing.
             environment = {name: value for name, value in worker_environment().items() if not name.startswith("COVERAGE_")}
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            command = [sys.executable, "-m", "weightsync.testing.fork_server", str(its.fileno()), *self._modules]
+            command = [sys.executable, "-m", "weightsync_testing.fork_server", str(its.fileno()), *self._modules]
             with its:
                 self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
             atexit.register(self.end)

@@ -23,12 +23,12 @@ import torch
 from weightsync.arrays import Bytes
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Offer
-from weightsync.testing.copy_cases import Allocate, big
-from weightsync.testing.fork_server import ForkServer, named
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
+from weightsync_testing.copy_cases import Allocate, big
+from weightsync_testing.fork_server import ForkServer, named
 
 _ANSWER_SECONDS = 60.0
 

@@ -3,7 +3,7 @@
 Inherit them to test a transport of your own::
 
     # tests/test_my_transport.py
-    from weightsync.testing.transport_contract import TransportContract, nothing_left  # the second is a fixture
+    from weightsync_testing.transport_contract import TransportContract, nothing_left  # the second is a fixture
 
     class TestMine(TransportContract):
         where = "my_package.transport:Mine"
@@ -44,9 +44,11 @@ from weightsync.errors import (
 )
 from weightsync.protocol.messages import Memory, Offer, Traits
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
-from weightsync.testing.fork_server import named
-from weightsync.testing.owner_process import (
+from weightsync.transports.base import Reader, Transport
+from weightsync.transports.hostinfo import this_host
+from weightsync_testing.copy_cases import Wanted, big, keyed, odd_shapes, tiles_from
+from weightsync_testing.fork_server import named
+from weightsync_testing.owner_process import (
     FORK_SERVER,
     OwnerHere,
     OwnerProcess,
@@ -55,8 +57,6 @@ from weightsync.testing.owner_process import (
     contents,
     make_transport,
 )
-from weightsync.transports.base import Reader, Transport
-from weightsync.transports.hostinfo import this_host
 
 KEY = b"the key of this contract's runs."
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -103,7 +103,7 @@ class TransportContract:
     """Memory that is published; by default the first that the transport reads."""
     target: ClassVar[Memory | None] = None
     """Memory that readers write to; by default the first that the transport writes."""
-    buffers: ClassVar[dict[str, str]] = {"host": "", "cuda": "weightsync.testing.copy_cases:CudaBuffer"}
+    buffers: ClassVar[dict[str, str]] = {"host": "", "cuda": "weightsync_testing.copy_cases:CudaBuffer"}
     """Buffer class for each target memory, ``"module:Class"``. A class of your own may simulate a device."""
     groups: ClassVar[int] = 1_000
     """Number of groups in the largest plan of these tests."""

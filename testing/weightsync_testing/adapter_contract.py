@@ -3,7 +3,7 @@
 Inherit them to test an adapter of your own::
 
     # tests/test_my_adapter.py
-    from weightsync.testing.adapter_contract import AdapterContract
+    from weightsync_testing.adapter_contract import AdapterContract
 
     class TestMine(AdapterContract):
         def engine(self): ...                 # an engine with scrambled weights, and its adapter

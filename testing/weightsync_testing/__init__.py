@@ -1,0 +1,1 @@
+"""Contract suites for transports and engine adapters of third parties."""

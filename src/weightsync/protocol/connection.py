@@ -466,7 +466,8 @@ class CoordinatorConnection(Closeable):
         loop.call_later(max(0.0, self._progress_sent + _PROGRESS_SECONDS - loop.time()), self._start_progress)
 
     def _start_progress(self) -> None:
-        self._progress_task = asyncio.ensure_future(self._send_progress())
+        if not self._ended.is_set:  # else nothing would cancel it, and the loop may stop before its first step
+            self._progress_task = asyncio.ensure_future(self._send_progress())
 
     async def _send_progress(self) -> None:
         """Send the newest count. The next report may start only afterwards, so a slow socket gets fewer of them."""

@@ -218,3 +218,10 @@ async def test_an_error_of_a_signal_handler_is_not_taken_for_a_closed_link(rank:
         assert not rank.link._asked
     finally:
         rank.link._loop = None
+
+
+async def test_progress_that_falls_due_after_the_end_begins_nothing(rank: Rank) -> None:
+    """The loop of all links may stop before its first step: a coroutine that was never awaited."""
+    rank.link._ended.set()
+    rank.link._start_progress()
+    assert rank.link._progress_task is None

@@ -259,7 +259,7 @@ def _served(
             now = ("runs", "ours")
         elif replica and (match := re.match(rf"  round \d+  {name}  serving .*  version (\S+)", text)):
             now = (f"serves {match[1]}", "good")
-        elif replica and re.match(rf"  round \d+  {name}  (lost|dirty)", text):
+        elif replica and re.match(rf"  round \d+  {name}  (lost|dirty|out of service)", text):
             now = ("out of service", "bad") if label != "restarts" else None
         if now and start <= seconds <= end:
             spans.append((since, seconds, label, kind))

@@ -119,7 +119,7 @@ def _seconds(value: float) -> str:
 
 
 def _published() -> str:
-    rows = ["| row | refit | scheme | floor, s | forecast, s | published, s | error | |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| row | update | scheme | floor, s | forecast, s | published, s | error | |", "|---|---|---|---|---|---|---|---|"]
     for one in predictions():
         row, (low, high) = one.row, one.row.seconds
         published = _seconds(low) if low == high else f"{_seconds(low)} to {_seconds(high)}"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from examples.demo.records import Order
 from weightsync.coordinator.events import Event, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
-from weightsync.model import FIRST_EPOCH
+from weightsync.model import FIRST_EPOCH, in_words
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 
 __all__ = ["PHASES", "View", "label", "rounds_table", "size"]
@@ -119,7 +119,7 @@ class View:
 
     def _ended(self, number: int, result: ReplicaResult) -> None:
         line = self._line(result.name)
-        line.phase = "serving" if result.state == "loaded" else result.state
+        line.phase = in_words(result.state)
         line.version = "none" if result.version is None else label((self._epoch, result.version))
         line.nbytes = line.total = result.nbytes
         line.speed = rate(result)
@@ -154,13 +154,13 @@ class View:
 
 
 def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[Order, str], bool]) -> Table:
-    """One row a version and replica: seconds of each phase, bytes, speed, digest, and whether its tokens were the checkpoint's."""
+    """One row per version and replica: time of each phase, bytes, speed, result, and whether its tokens were the checkpoint's."""
     table = Table(title="versions and replicas (times in milliseconds)", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("version", "replica"):
         table.add_column(name, no_wrap=True)
     for name in (*PHASES, "bytes", "speed", "paused"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("digest", no_wrap=True, min_width=16)
+    table.add_column("result", no_wrap=True)
     table.add_column("tokens equal")
     for result in results:
         changed = "" if result.changed is None else f" ({100 * result.changed:.2g} % changed)"
@@ -169,7 +169,7 @@ def rounds_table(results: Iterable[RoundResult], equal: Mapping[tuple[Order, str
             same = equal.get((result.version.order, replica.name))
             table.add_row(
                 label(result.version.order) + changed, replica.name, *times, size(replica.nbytes), rate(replica),
-                f"{replica.paused_seconds * 1e3:.1f}", replica.digest or replica.state,
+                f"{replica.paused_seconds * 1e3:.1f}", replica.verified or replica.state,
                 {True: "[green]yes", False: "[red]NO", None: "[red]not asked"}[same],
             )  # fmt: skip
         table.add_section()

@@ -172,12 +172,12 @@ class RoundSettings(_Checked, frozen=True, kw_only=True):
     timeout: Seconds = 300.0
     """Seconds for a round that names no timeout, and the most that any round gets."""
     grace: Seconds = 5.0
-    """Seconds that a quarantine may take after a failure, even after the round's deadline or while the round is cancelled."""
+    """Seconds to take a replica out of service after a failure, even after the round's deadline or while the round is cancelled."""
     drain: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
     """Seconds from the moment at which a replica gets no more requests to its pause, and the most that routers delay a round after
     it."""
     retry: bool = True
-    """Whether replicas that a publication left dirty get one more attempt at once, in the background, from the regions."""
+    """Whether replicas that a publication left out of service get one more attempt at once, in the background."""
     history: Count = 32
     """Ended rounds that status shows."""
     traces: Annotated[int, msgspec.Meta(ge=0)] = 16

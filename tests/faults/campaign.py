@@ -280,7 +280,7 @@ def _reseeded(stage: Stage) -> None:
         try:
             client.start_round(timeout=10.0)
         except MembershipError as error:
-            if "nothing to seed" not in str(error):
+            if "nothing to update" not in str(error):
                 raise
         status = client.status()
     if status.version is None:

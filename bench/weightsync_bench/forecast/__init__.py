@@ -1,1 +1,1 @@
-"""``weightsync plan``: what a refit would take, computed from shapes, meshes and link rates. No GPU, no tensor library."""
+"""``weightsync plan``: what an update would take, computed from shapes, meshes and link rates. No GPU, no tensor library."""

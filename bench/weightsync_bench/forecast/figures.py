@@ -1,4 +1,4 @@
-"""The figures of ``figures.toml``: rates measured here, traits of transports, published refits; calibrated on the odd rows."""
+"""The numbers of ``figures.toml``: rates measured here, traits of transports, published updates; calibrated on the odd rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast of a refit: for each transport the links that bytes cross, the stages of a round, and memory; then what to change.
+"""The forecast of an update: for each transport the links that bytes cross, the stages of a round, and memory; then what to change.
 
 A transfer takes as long as its busiest link. On one host the factor over that floor is measured (``direct``). Between hosts this
 project has measured nothing, so what other sharded systems published is taken (:func:`~.figures.calibration_of`), beside the floor.
@@ -30,7 +30,7 @@ _STAGING = 1244 << 20  # of a streamed engine rank: two buffers of 622 MB
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """A refit to forecast. Rates are those of one GPU, in one direction."""
+    """An update to forecast. Rates are those of one GPU, in one direction."""
 
     model: Mapping[str, Any]
     """A ``config.json``, decoded."""
@@ -134,7 +134,7 @@ class RefitForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forecast_refit(scenario: Scenario) -> RefitForecast:
-    """Forecast a refit by every transport, and what changes of the scenario would bring.
+    """Forecast an update by every transport, and what changes of the scenario would bring.
 
     Raises:
         ConfigurationError: Engines refuse the target mesh for this model.

@@ -403,7 +403,7 @@ def revoke(
 
 @app.command(cls=Command)
 def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_file: CaFile = None, json: Json = False) -> None:
-    """Check this machine and the coordinator, and report missing capabilities with their impact. Changes nothing.
+    """Check this machine and the coordinator, and report absent capabilities with their impact. Changes nothing.
 
     ```
     weightsync doctor

@@ -13,7 +13,7 @@ from weightsync.config import ClientSettings
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded
-from weightsync.model import FIRST_EPOCH, label_of, parse_label
+from weightsync.model import FIRST_EPOCH, in_words, label_of, parse_label
 from weightsync.server.client import Client
 from weightsync.server.watch import Watch
 
@@ -84,14 +84,14 @@ def _serving(status: Status, order: tuple[int, int]) -> list[ReplicaStatus]:
 
 def _does(replica: ReplicaStatus) -> str:
     version = "no version" if replica.version is None else f"version {replica.version}"
-    return f"{replica.name} is {replica.service or replica.state} with {version}" + (f" ({replica.error})" if replica.error else "")
+    return f"{replica.name} is {in_words(replica.state)} with {version}" + (f" ({replica.error})" if replica.error else "")
 
 
 def _show(status: Status, *, as_json: bool) -> None:
     def view(replicas: Sequence[ReplicaStatus]) -> Table:
         rows = (
             (
-                replica.name, replica.service or replica.state,
+                replica.name, in_words(replica.state),
                 None if replica.version is None else label_of(status.run, replica.epoch or FIRST_EPOCH, replica.version),
                 replica.verified or None, "yes" if replica.routable else "no", replica.url or None,
             )

@@ -19,8 +19,8 @@ from rich.text import Text
 from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import readable
-from weightsync.model import FIRST_EPOCH, milliseconds
-from weightsync.protocol.messages import RoundResult
+from weightsync.model import FIRST_EPOCH, in_words, milliseconds
+from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.protocol.round_log import size
 from weightsync.server.findings import Finding
 from weightsync.server.history import RoundRecord
@@ -28,10 +28,11 @@ from weightsync.server.history import RoundRecord
 T = TypeVar("T")
 
 _COLOR = {
-    "ok": "green", "limited": "yellow", "missing": "dim", "unknown": "magenta",
+    "ok": "green", "limited": "yellow", "absent": "dim", "unknown": "magenta",
     "failed": "red", "registered": "dim", "loaded": "green", "updating": "yellow", "dirty": "red", "lost": "red", "left": "dim",
     "refused": "red",
 }  # fmt: skip
+_SHOWN = {"missing": "absent"}  # JSON keeps its word
 _NEEDED = ("python", "loopback", "numba")
 """Findings of ``doctor`` without which trainers and engines cannot work on a machine."""
 _SHOWN_ROUNDS = 5
@@ -71,8 +72,8 @@ def doctor_table(findings: Sequence[Finding]) -> RenderableType:
     verdict = plain_text(f"not ready: {', '.join(broken)}" if broken else "ready", "bold red" if broken else "bold green")
     if other:
         verdict.append_text(plain_text(f"; not here, or limited: {', '.join(other)}"))
-    rows = ((finding.name, _colored(finding.status), _impact(finding)) for finding in findings)
-    return Group(verdict, titled_table("this machine", ("", "status", "~value, and impact if missing"), rows))
+    rows = ((finding.name, _colored(_SHOWN.get(finding.status, finding.status)), _impact(finding)) for finding in findings)
+    return Group(verdict, titled_table("this machine", ("", "status", "~value, and impact if absent"), rows))
 
 
 def _impact(finding: Finding) -> Text:
@@ -113,8 +114,8 @@ def _alerts(status: Status) -> Iterator[RenderableType]:
         yield Padding(plain_text(f"fix: {alert.fix}"), (0, 0, 0, 2))
 
 
-def _state(replica: ReplicaStatus) -> Text:
-    return plain_text(replica.service or replica.state, _COLOR.get(replica.state, ""))
+def _state(replica: ReplicaStatus | ReplicaResult) -> Text:
+    return plain_text(in_words(replica.state), _COLOR.get(replica.state, ""))
 
 
 def _where(ranks: Sequence[RankStatus]) -> str:
@@ -254,7 +255,7 @@ def _cells(record: RoundRecord, now: float, several: bool) -> dict[str, Text]:
         "pause": plain_text(milliseconds(record.pause_seconds)),
         "replicas": plain_text(f"{record.updated}/{record.replicas}"),
         "outcome": _colored("ok" if record.ok else "interrupted" if record.interrupted else "failed")
-        + plain_text(" (seed)" if record.kind == "seed" else "", "dim"),
+        + plain_text(" (late)" if record.kind == "seed" else "", "dim"),
         "slowest": plain_text("" if slowest is None else f"{slowest.phase} {milliseconds(slowest.seconds)}"),
         "at rank": plain_text("" if slowest is None else slowest.rank),
         "by transport": plain_text(", ".join(f"{name} {size(nbytes)}" for name, nbytes in sorted(record.transports.items()))),
@@ -310,7 +311,7 @@ def round_view(result: RoundResult) -> RenderableType:
     ]
     rows = (
         (
-            replica.name, _colored(replica.state), size(replica.nbytes),
+            replica.name, _colored("failed") if replica.state == "dirty" else _state(replica), size(replica.nbytes),
             *(f"{1000 * replica.phases[name]:.1f}" if name in replica.phases else "" for name in phases),
         )
         for replica in result.replicas
@@ -349,7 +350,7 @@ def _event_line(event: Event) -> str:
         case Left():
             return f"{event.member} left: {event.reason}"
         case RoundStarted():
-            what = "seeding" if event.seeding else "publishing"
+            what = "bringing" if event.seeding else "publishing"
             version, whom = _number(event.number, event.epoch), ", ".join(event.replicas) or "no replica"
             return f"round {event.round}: {what} version {version} to {whom}"
         case ReplicaPhase():
@@ -360,7 +361,7 @@ def _event_line(event: Event) -> str:
             result = event.result
             how = f" ({result.verified})" if result.verified else ""
             end = f": {result.error}" if result.error else f", version {_number(result.version, result.epoch)}{how}"
-            return f"round {event.round}: {result.name}: {result.state}{end}"
+            return f"round {event.round}: {result.name}: {in_words(result.state)}{end}"
         case RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"

@@ -62,7 +62,7 @@ async def acknowledged(
 
 async def wait_for_background(replica: Replica, deadline: RoundDeadline) -> None:
     """Wait for what runs outside any round: a quarantine, which would abort calls of this round, and a preparation."""
-    for task, what in ((replica.quarantining, "an earlier quarantine"), (replica.preparing, "preparing ahead of the round")):
+    for task, what in ((replica.quarantining, "an earlier failure's cleanup"), (replica.preparing, "preparing ahead of the round")):
         if task is not None:
             await asyncio.wait([task], timeout=deadline.remaining(what))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus
 
+_GONE = "disappeared (stopped without close(), killed, crashed, hung or network cut)"
 _RESTART = "Restart it. It catches up by itself."
 _PUBLISH = "The next publication updates it. To update it now: weightsync round"
 _FIXES = {
@@ -45,7 +46,7 @@ def _alert(subject: str, kind: str, text: str, since: float, error: str = "", fi
 
 def _of_trainer(gone: Sequence[RankStatus]) -> Iterator[Alert]:
     if gone:
-        text = f"{', '.join(rank.member for rank in gone)} disappeared (killed, crashed, hung or network cut). {_where(gone)}"
+        text = f"{', '.join(rank.member for rank in gone)} {_GONE}. {_where(gone)}"
         since = min(rank.ended or 0.0 for rank in gone)
         yield _alert("trainer", "lost", text, since, fix="Restart the trainer. Replicas keep serving their version.")
 
@@ -54,7 +55,7 @@ def _of_replica(replica: ReplicaStatus) -> Iterator[Alert]:
     name, since, error = replica.name, replica.since, replica.error or ""
     if replica.state == "lost":
         ranks = ", ".join(rank.member for rank in replica.gone) or name
-        text = f"{ranks} disappeared (killed, crashed, hung or network cut). {_where(replica.gone)}"
+        text = f"{ranks} {_GONE}. {_where(replica.gone)}"
         yield _alert(name, "lost", text, since, fix=_RESTART)
     elif replica.state == "refused":
         where = "" if replica.ranks else f" {_where(replica.gone)}"

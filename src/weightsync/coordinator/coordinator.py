@@ -435,11 +435,11 @@ class Coordinator:
             if replica is None:
                 raise MembershipError(f"no replica is called {name!r}; replicas are: {', '.join(self._members.replicas) or 'none'}")
             if not replica.complete:
-                raise MembershipError(f"replica {name} cannot be seeded: rank {replica.missing_in_words} is not connected")
+                raise MembershipError(f"replica {name} cannot be updated: rank {replica.missing_in_words} is not connected")
             if replica.refusal is not None:
-                raise MembershipError(f"replica {name} cannot be seeded: {replica.refusal}")
+                raise MembershipError(f"replica {name} cannot be updated: {replica.refusal}")
         if not names:
-            raise MembershipError("no replica is dirty, new or behind: there is nothing to seed")
+            raise MembershipError("every connected replica serves the newest version: there is nothing to update")
         return await self._seed(names, limit)
 
     async def _seed(self, names: Sequence[str], deadline: RoundDeadline) -> RoundResult:
@@ -496,7 +496,7 @@ class Coordinator:
                     if self._pending_publications:
                         return  # its end starts this again
                 except WeightSyncError as error:
-                    _log.warning("could not seed %s: %s", ", ".join(names), readable(str(error)))
+                    _log.warning("could not update %s: %s", ", ".join(names), readable(str(error)))
         finally:
             self._seeder = None
 

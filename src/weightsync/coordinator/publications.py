@@ -162,10 +162,10 @@ class Publications:
         """
         placement = self.current(trainers)
         if not trainers:
-            raise StaleSource("no trainer is connected, so no replica can be seeded; the next publication updates them")
+            raise StaleSource("no trainer is connected, so no replica can be updated now; the next publication updates them")
         if placement is None:
             raise StaleSource(
-                "no version can be read from the trainer now, so no replica can be seeded; the next publication updates them "
+                "no version can be read from the trainer now, so no replica can be updated; the next publication updates them "
                 "(GPU memory that is published in place can be read only until publish returns)"
             )
         return placement

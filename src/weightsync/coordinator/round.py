@@ -523,7 +523,7 @@ async def quarantine(engines: Engines, reason: str, grace: float) -> None:
         try:
             await on_all("quarantine", RoundDeadline(grace), {link.member: link}, Quarantine(reason), Done)
         except WeightSyncError as error:
-            _log.warning("could not quarantine %s: %s", link.member, error)
+            _log.warning("could not take %s out of service: %s", link.member, error)
 
     work = asyncio.gather(*(one(link) for link in engines.values()))
     cancelled: asyncio.CancelledError | None = None

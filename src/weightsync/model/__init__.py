@@ -5,7 +5,7 @@ from weightsync.model.dtypes import ITEMSIZE, itemsize
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest, TensorSpec
 from weightsync.model.pause import PauseMode
-from weightsync.model.result import GUARANTEES, SERVICE, ReplicaResult, RoundResult
+from weightsync.model.result import GUARANTEES, SERVICE, ReplicaResult, RoundResult, in_words
 from weightsync.model.trace import RoundTrace, SlowestSpan, Track, milliseconds
 from weightsync.model.version import FIRST_EPOCH, Version, fold, label_of, parse_label
 
@@ -26,6 +26,7 @@ __all__ = [
     "Track",
     "Version",
     "fold",
+    "in_words",
     "itemsize",
     "label_of",
     "milliseconds",

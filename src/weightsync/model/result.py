@@ -24,6 +24,11 @@ SERVICE = {"loaded": "serving", "dirty": "out_of_service"}
 """Words of ``service`` for those of ``state`` that differ. The next release gives ``state`` these words."""
 
 
+def in_words(state: str) -> str:
+    """A state as messages name it: ``out of service`` for ``dirty``."""
+    return SERVICE.get(state, state).replace("_", " ")
+
+
 class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one replica in one round.
 
@@ -133,7 +138,9 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for kind, meaning in GUARANTEES.items()
             if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
-        failed = few((f"{replica.name} ({replica.state}: {_one_line(replica.error)})" for replica in missed), _SHOWN, "; ")
+        failed = few(
+            (f"{replica.name} ({in_words(replica.state)}: {_one_line(replica.error)})" for replica in missed), _SHOWN, "; "
+        )
         changed = "" if self.changed is None else f" ({100 * self.changed:.3g} % of the words changed)"
         rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(

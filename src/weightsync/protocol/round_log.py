@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from weightsync.errors import LoadError, WeightSyncError, few
-from weightsync.model import Version
+from weightsync.model import Version, in_words
 from weightsync.protocol.messages import (
     Body,
     Commit,
@@ -137,7 +137,7 @@ class MissedReplicas:
         """Log the errors of the replicas that ``result`` lists with one."""
         states = {replica.name: replica.state for replica in result.missed}
         if states and states != self._states:
-            listed = "; ".join(f"{replica.name} ({replica.state}): {replica.error}" for replica in result.missed)
+            listed = "; ".join(f"{replica.name} ({in_words(replica.state)}): {replica.error}" for replica in result.missed)
             self._log.warning("version %s did not reach %s", result.version, listed)
         self._states = states
 

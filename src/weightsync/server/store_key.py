@@ -45,7 +45,7 @@ async def newest_stored(url: str, run: str, versions: StoredVersions) -> StoredV
         reading = threads.submit(lambda: newest(ObjectStore(url), run, versions.key.public))
         return await asyncio.wait_for(asyncio.wrap_future(reading), _SECONDS)
     except (WeightSyncError, TimeoutError) as error:
-        _log.warning("no replica can be seeded from the store %s yet: %s", url, str(error) or "it does not answer")
+        _log.warning("no replica can be updated from the store %s yet: %s", url, str(error) or "it does not answer")
         return None
     finally:
         threads.close()

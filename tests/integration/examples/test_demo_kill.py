@@ -61,7 +61,7 @@ def test_whoever_is_killed_comes_back_and_every_response_is_right(start: Callabl
 
     run.read_until("replica-1 is back")  # the next one is killed at once: what happened is in the history
     run.read_until("killing trainer-1")
-    run.read_until("  replica-1  dirty")
+    run.read_until("  replica-1  out of service")
     dirty = coordinator.replica("replica-1")
     assert (dirty["state"], dirty["routable"], dirty["version"]) == ("dirty", False, None)
 

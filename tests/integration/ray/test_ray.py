@@ -268,7 +268,7 @@ def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
         with pytest.raises(AuthenticationError), managed(coordinator=manager.coordinator, token="wrong"):
             pass
         where = ClientSettings(coordinator=Address.parse(manager.coordinator))
-        with Client(where, operator) as client, pytest.raises(MembershipError, match="nothing to seed"):
+        with Client(where, operator) as client, pytest.raises(MembershipError, match="nothing to update"):
             client.start_round()
         access = ray.get(coordinator.access.remote(), timeout=TIMEOUT)
         assert operator.reveal() not in (access.token, *manager.environment.values()), "no worker gets it"

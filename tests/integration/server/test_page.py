@@ -58,7 +58,7 @@ def test_the_link_logs_in_and_the_page_follows_what_happens(page: Page, tmp_path
         assert re.search(r"mine-0\s+left\s", shown), "it was closed on purpose, which is no error"
         assert "code 1005" not in shown
         page.goto(server.url + "/#token=wrong")
-        text_with(page, "could not prove that it has this token")
+        text_with(page, "This token was not accepted")
         page.locator("#token").fill(server.token)
         page.get_by_role("button", name="Show").click()
         text_with(page, "run run")

@@ -100,8 +100,8 @@ def test_the_page_shows_what_the_coordinator_says_of_a_killed_a_refused_and_a_sl
         check_accessibility(page)
 
         run.read_until("killing trainer-1")
-        run.read_until("  replica-1  dirty")
-        assert watched.states()["replica-1"] == "out_of_service"
+        run.read_until("  replica-1  out of service")
+        assert watched.states()["replica-1"] == "out of service"
         assert "trainer ranks 0/" in page.inner_text("#tiles")
 
         run.read_until("killing coordinator")

@@ -146,7 +146,7 @@ def test_rounds_that_cannot_be_run_say_why(server: BackgroundServer, settings: C
     with Client(settings, server.secrets.operator) as client:
         with pytest.raises(MembershipError, match="nobody"):
             client.start_round(["nobody"])
-        with pytest.raises(MembershipError, match="nothing to seed"):
+        with pytest.raises(MembershipError, match="nothing to update"):
             client.start_round()
         with joined(settings, engine_hello("a")), pytest.raises(StaleSource, match="no trainer is connected"):
             client.start_round(["a"], timeout=5)

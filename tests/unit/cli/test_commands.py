@@ -222,7 +222,7 @@ def test_status_and_round_for_people_and_programs(server: BackgroundServer) -> N
         assert found["replicas"][0]["version"] == found["last"] == 3
         done = run("round", "mine-0", *where)
         assert done.exit_code == 0, done.output
-        assert re.search(r"mine-0\W+loaded", done.output)
+        assert re.search(r"mine-0\W+serving", done.output)
         assert json.loads(run("round", "mine-0", "--json", "--timeout", "10", *where).output)["ok"] is True
         nobody = run("round", "nobody", *where)
         assert nobody.exit_code == EXIT_FAILED
@@ -246,7 +246,7 @@ def test_watching_shows_every_change_until_the_coordinator_ends(server: Backgrou
         "mine-0/0 joined",
         "publishing version 3 to mine-0",
         "mine-0: commit",
-        r"mine-0: loaded, version 3",
+        r"mine-0: serving, version 3",
         "16 B in",
         "left",
     ):
@@ -437,7 +437,7 @@ def test_doctor_has_room_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = run("doctor", "-c", "http://127.0.0.1:1").output
     assert all(len(line) <= 80 for line in shown.splitlines())
-    assert re.search(r"^coordinator +missing +no coordinator answers at http://127.0.0.1:1", shown, re.MULTILINE)
+    assert re.search(r"^coordinator +absent +no coordinator answers at http://127.0.0.1:1", shown, re.MULTILINE)
 
 
 def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

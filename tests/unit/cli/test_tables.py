@@ -60,7 +60,7 @@ def test_a_replica_with_a_long_error_takes_one_line_and_the_error_follows_the_ta
     lines = text.splitlines()
     (row,) = [line for line in lines if line.startswith("mine-1 ")]
     assert re.fullmatch(r"mine-1 +registered +- +- +3 min +- +- +2/2 +host: 7, 7 *", row)
-    assert re.search(r"^mine-0 +loaded +123455 +1 +3 min +- +- +2/2", text, re.MULTILINE)
+    assert re.search(r"^mine-0 +serving +123455 +1 +3 min +- +- +2/2", text, re.MULTILINE)
     assert text.count("21 tensors differ in dtype") == 1
     (where,) = [number for number, line in enumerate(lines) if line.startswith("  mine-1: ManifestMismatch: ")]
     assert where > lines.index(row)
@@ -113,7 +113,7 @@ def test_rounds_say_when_they_ended_and_a_failure_follows_the_table() -> None:
 @pytest.mark.parametrize("error", [None, ERROR])
 def test_a_round_takes_one_line_a_replica(error: str | None) -> None:
     text = shown(round_view(result(7, error)))
-    assert re.search(r"^mine-0 +(loaded|dirty) +17.2 GB +(12345.6 *){6}$", text, re.MULTILINE)
+    assert re.search(r"^mine-0 +(serving|failed) +17.2 GB +(12345.6 *){6}$", text, re.MULTILINE)
     assert ("  mine-0: direct by shared_memory, tcp, verified as installed" in text) == (error is None)
     assert text.count("21 tensors differ in dtype") == (error is not None)
 
@@ -132,7 +132,7 @@ def test_the_history_takes_one_whole_line_a_round_at_80_columns_and_names_what_i
     failed = record(10, ok=False, kind="seed", updated=1, error=ERROR, slowest=None, transports={})
     text = shown(rounds_view([record(8), record(9), failed]))
     assert re.search(r"^13:59:00 +9 +112.500 +12500 ms +ok +verify 12345 ms +policy-0/0 *$", text, re.MULTILINE)
-    assert re.search(r"^13:59:00 +10 +112.500 +12500 ms +failed \(seed\) *$", text, re.MULTILINE)
+    assert re.search(r"^13:59:00 +10 +112.500 +12500 ms +failed \(late\) *$", text, re.MULTILINE)
     assert "\nhidden at this width: version, bytes, GB/s, replicas, by transport\n" in text
     assert text.count("21 tensors differ in dtype") == 1
     table = text.partition("hidden at")[0]
@@ -180,7 +180,7 @@ def test_a_version_of_a_later_epoch_says_so() -> None:
     serving = msgspec.structs.replace(replica("mine-0", "loaded", 7), epoch=2)
     text = shown(status_view(msgspec.structs.replace(status(serving, rounds=(later,)), epoch=2)))
     assert "last published: version 2@123456" in text
-    assert re.search(r"^mine-0 +loaded +2@7 ", text, re.MULTILINE)
+    assert re.search(r"^mine-0 +serving +2@7 ", text, re.MULTILINE)
     assert re.search(r" 7 +2@7 .* ok *$", text, re.MULTILINE)
 
 

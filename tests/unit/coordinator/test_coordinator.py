@@ -70,7 +70,7 @@ async def test_a_replica_with_other_tensors_is_not_seeded() -> None:
     world.add_trainers(1)
     assert "ManifestMismatch" in (world.state("odd").error or "")
     await world.publish(1)
-    with pytest.raises(MembershipError, match="cannot be seeded"):
+    with pytest.raises(MembershipError, match="cannot be updated"):
         await world.coordinator.seed(["odd"])
     assert world.states() == {"odd": ("refused", None), "even": ("loaded", 1)}
 
@@ -118,7 +118,7 @@ async def test_a_dirty_replica_is_reseeded_on_request_and_on_reconnect_but_not_i
     result = await world.coordinator.seed()
     assert [replica.name for replica in result.replicas] == ["r"]
     assert world.states()["r"] == ("loaded", 1)
-    with pytest.raises(MembershipError, match="nothing to seed"):
+    with pytest.raises(MembershipError, match="nothing to update"):
         await world.coordinator.seed()
     world.faults["r/0", "commit"] = "fail"
     await world.publish(2)

@@ -114,7 +114,7 @@ def test_a_failure_is_in_the_engines_log_and_in_the_trainers(lines: Lines, serve
         publisher.publish(1, timeout=SECONDS)
     assert lines.find(r"WARNING mine-0/0: updating failed: .*no room.*")
     assert lines.find(r"WARNING trainer/0: round 1: version run@1 serves in 0 of 1 replicas .*")
-    assert lines.find(r"WARNING version run@1 did not reach mine-0 \(dirty\): .*no room.*")
+    assert lines.find(r"WARNING version run@1 did not reach mine-0 \(out of service\): .*no room.*")
 
 
 def test_ranks_of_a_larger_replica_log_their_versions_too(lines: Lines, server: BackgroundServer) -> None:

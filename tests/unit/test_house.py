@@ -375,6 +375,7 @@ def test_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(parsed(path)), f"{_where(path)} has no docstring"
 
 
+@pytest.mark.filterwarnings("ignore:weightsync.testing is the package weightsync-testing now:DeprecationWarning")
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
     module_name = ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")

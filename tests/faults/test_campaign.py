@@ -69,9 +69,9 @@ EVERY_POINT = {
 }
 
 
-def campaign(*arguments: str) -> dict[str, int]:
+def campaign(*arguments: str, seconds: float = 170) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.faults", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert run.returncode == 0, run.stderr + run.stdout
     found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
     assert list(found) == COUNTED + ZEROS + PLANTED
@@ -302,7 +302,7 @@ def test_a_part_of_the_campaign_of_sources(transport: str) -> None:
     if reason := registry.transport(transport).unavailable():
         pytest.skip(reason)
     only = [text for act in ("flip", "kill", "taken") for text in ("--only", f"/source {act}")]
-    found = campaign("--transport", transport, "--soak", "0", *only)
+    found = campaign("--transport", transport, "--soak", "0", *only, seconds=280)
     assert found["sources"] == found["schedules"] >= 4
 
 

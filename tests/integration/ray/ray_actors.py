@@ -22,7 +22,7 @@ from weightsync.tensors.shards import Shard, manifest_of, shard
 
 ROWS, COLUMNS = 2048, 1024
 MODEL_BYTES = 4 * ROWS * (COLUMNS + 1)
-TIMEOUT = 40.0
+TIMEOUT = 90.0
 
 
 def model(seed: int) -> torch.nn.Linear:

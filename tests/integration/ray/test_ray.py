@@ -48,7 +48,7 @@ SMALL = 32 << 10
 """Bytes of the largest thing that Ray may carry for us; the model has 8 MiB."""
 
 pytestmark = [
-    pytest.mark.timeout(180),  # the cluster and its actors start in the first one
+    pytest.mark.timeout(300),  # the cluster and its actors start in the first one
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning:subprocess"),  # Ray leaves its services' handles to the collector
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import weightsync
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("src/weightsync", "bench/weightsync_bench", "callbacks/weightsync_callbacks", "testing/weightsync_testing")
@@ -32,6 +34,10 @@ PATTERNS = {
     r"\bthe \w+ that (?:it|they) (?:has|have)(?= *[.,;:)|]|$)": "its ...",
     r"\b(?:memory|weights|tensors|elements?|bytes) (?:lies?|is placed)\b": "is stored in, is in",
 }  # fmt: skip
+
+
+INTERNAL = re.compile(r"\b(?<![-`])(?:refits?|dirty|quarantin\w+|re-?seed\w*|seeded)\b(?!`)", re.IGNORECASE)
+"""The code's own words for what users know as an update, and as out of service."""
 
 
 def dialect(text: str) -> Iterator[str]:
@@ -79,6 +85,39 @@ def test_docs_are_plain_english() -> None:
         for number, line in enumerate(prose(page.read_text()).splitlines(), 1)
         for what in dialect(line)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_guides_use_the_words_of_users() -> None:
+    """One word for one thing: an update, out of service, tested. Pages about the code's own parts may name its states."""
+    inside = {"architecture.md", "protocol.md", "simulation.md", "CONTRIBUTING.md"}
+    found = [
+        f"{where(page)}:{number}: {match[0]}"
+        for page in PAGES
+        if page.name not in inside
+        for number, line in enumerate(prose(page.read_text()).splitlines(), 1)
+        for match in INTERNAL.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    """Names and docstrings of the public classes and functions, and of their public members. Nothing of them is imported."""
+    for public, module in weightsync._WHERE.items():
+        tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == public:
+                yield public, ast.get_docstring(node) or ""
+                for part in node.body:
+                    if isinstance(part, ast.FunctionDef) and part.name[0] != "_":
+                        yield f"{public}.{part.name}", ast.get_docstring(part) or ""
+
+
+def test_docstrings_of_the_api_are_plain_english() -> None:
+    texts = dict(public_docstrings())
+    assert "Trainer.publish" in texts
+    found = [f"{name}: {what}" for name, text in texts.items() for what in dialect(text)]
+    found += [f"{name}: {match[0]}" for name, text in texts.items() for match in INTERNAL.finditer(text)]
     assert not found, "\n".join(found)
 
 

@@ -16,7 +16,7 @@ class EngineAdapter:
 
     Calls come one at a time from weightsync's own thread, in the order of the round: ``pause``, ``begin``, ``wake_weights``, then
     ``load`` (streamed delivery) or writes into the memory of ``shards`` (direct delivery), ``finish``, ``wake_cache``, ``flush``,
-    ``resume``. An exception makes the replica dirty: the engine stays paused, and a later round goes on with ``begin``. The
+    ``resume``. After an exception the engine stays paused, out of service, and a later round goes on with ``begin``. The
     library remembers that the engine is paused: ``pause`` comes again only after ``resume``, or after one of the two raised, or
     if the adapter says ``pauses_twice``.
     """
@@ -176,7 +176,7 @@ class EngineAdapter:
     def aborted(self, reason: str) -> None:
         """An update that may be running was given up; ``reason`` is empty where only the connection was lost. Any thread.
 
-        A ``load`` that waits for somebody else should raise soon. Must not block.
+        A ``load`` that waits for another process should raise soon. Must not block.
         """
 
 

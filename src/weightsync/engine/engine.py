@@ -196,7 +196,7 @@ class Engine(Closeable):
         self.drain(timeout)
 
     def close(self) -> None:
-        """Leave the coordinator. The engine keeps the weights that it has. Safe twice. In a forked child: nothing."""
+        """Leave the coordinator. The engine keeps its weights. Safe twice. In a forked child: nothing."""
         if self._origin.elsewhere:
             return
         self._owned.close()

@@ -115,7 +115,7 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Return the figures of the round for an experiment's log (W&B, TensorBoard).
+        """Return the numbers of the round for an experiment's log (W&B, TensorBoard).
 
         ``staleness_max`` is the staleness of the replica that is furthest behind after the round.
         """

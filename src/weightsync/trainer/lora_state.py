@@ -87,7 +87,7 @@ def _name(name: str) -> str:
 
 
 def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of a model with PEFT's adapters without the adapters, by the names that they have without PEFT.
+    """Return the weights of a model with PEFT's adapters without the adapters, by their names without PEFT.
 
     ``weightsync.Trainer(weightsync.base_weights(peft_model))`` publishes the base of its adapters.
     """

@@ -393,7 +393,7 @@ class Trainer(Closeable):
             ManifestMismatch: The iterator brought a name twice.
             Aborted: The iterator of another rank raised, or another rank was interrupted before all had called. What this rank's
                 iterator raises is raised as it is.
-            RoundFailed: As of :meth:`publish`, or the coordinator was lost meanwhile.
+            RoundFailed: As of :meth:`publish`, or the coordinator was lost.
             VersionError: As of :meth:`publish`, like :class:`~weightsync.errors.PeerLost` and
                 :class:`~weightsync.errors.DeadlineExceeded`.
         """

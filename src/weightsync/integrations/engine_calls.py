@@ -75,7 +75,7 @@ class EngineCalls:
     ) -> RoundResult:
         """Call the engine on another thread, ``publish`` on this one, and return its result.
 
-        If ``publish`` fails, the call ends, too. If the call fails before the update has come, ``publish`` ends with its error.
+        If ``publish`` fails, the call ends, too. If the call fails before the update has come, ``publish`` fails because of it.
         This holds for a :class:`~weightsync.Trainer` in this process; with another one, they end at ``timeout``.
 
         Args:
@@ -104,10 +104,10 @@ class EngineCalls:
         except Exception as error:
             if not answers.over.wait(_SETTLE / 6):
                 error.add_note("the engine is still in its call, which waits for an update until its timeout")
-            elif call.refused and answers.error is not None:
-                raise answers.error from error
             elif answers.error is not None:
                 error.add_note(f"the engine's call raised {type(answers.error).__name__}: {answers.error}")
+                if call.refused:
+                    raise error from answers.error
             raise
         if not answers.over.wait(_SETTLE):
             raise DeadlineExceeded(

@@ -13,7 +13,7 @@ import torch
 from tests.unit.engines.test_owner_call import Called
 
 from weightsync.engine.engine import Engine
-from weightsync.errors import Aborted, VersionError
+from weightsync.errors import Aborted, RoundFailed, VersionError
 from weightsync.integrations.engine_calls import Answers, EngineCalls
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
@@ -60,11 +60,12 @@ def framework(server: BackgroundServer) -> Iterator[Framework]:
         yield made
 
 
-def test_a_call_that_fails_at_once_ends_the_publication_with_its_error(framework: Framework) -> None:
+def test_a_call_that_fails_at_once_ends_the_publication_because_of_it(framework: Framework) -> None:
     framework.fault = [ConnectionError("the engine's process is gone")]
     started = time.monotonic()
-    with pytest.raises(ConnectionError, match="process is gone"):
+    with pytest.raises(RoundFailed, match="process is gone") as caught:
         framework.publish(6)
+    assert isinstance(caught.value.__cause__, ConnectionError)
     assert time.monotonic() - started < AT_ONCE
     framework.late = 0.5  # its pause comes before the call, and nothing refuses it
     framework.publish(7)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import UInt64
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import (
@@ -55,6 +55,6 @@ def check_digests(member: str, packed: bytes, count: int, of: str) -> None:
         raise ProtocolError(f"{member} sent {len(packed)} bytes of digests, expected 8 for each of {count} {of}")
 
 
-def unpacked(digests: bytes) -> npt.NDArray[np.uint64]:
+def unpacked(digests: bytes) -> UInt64:
     """Digests of a message, as ``uint64[count]``."""
     return np.frombuffer(digests, "<u8").astype(np.uint64, copy=False)

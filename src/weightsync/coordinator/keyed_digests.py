@@ -12,9 +12,7 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from weightsync.arrays import UInt64
 from weightsync.coordinator.answers import unpacked
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
@@ -37,7 +35,7 @@ class KeyedDigests:
     """A secret key, and the digest of each tensor of a version under it, ``uint64[tensors]``."""
 
     key: bytes = field(repr=False)
-    digests: npt.NDArray[np.uint64]
+    digests: UInt64
 
 
 class KeyedDigester:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from weightsync.arrays import UInt64
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import StaleSource
@@ -39,7 +37,7 @@ class Placement:
     """A placed version: its digest for each tensor (``uint64[tensors]``), and the process behind each trainer rank."""
 
     version: Version
-    digests: npt.NDArray[np.uint64]
+    digests: UInt64
     sessions: dict[str, str]
     live: bool = False
     """Whether part of it is a trainer rank's own memory, which is readable only during the publication."""

@@ -20,10 +20,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from weightsync import failpoints
+from weightsync.arrays import UInt64
 from weightsync.coordinator.agreement import prepare, wait_for_background
 from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
@@ -192,7 +190,7 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
         serves(placement.version)
 
 
-async def _placed_at(context: RoundContext, source: Source) -> npt.NDArray[np.uint64] | None:
+async def _placed_at(context: RoundContext, source: Source) -> UInt64 | None:
     """Let the ranks of a replica make the version that it serves readable, once for all readers of a round.
 
     Returns:
@@ -303,7 +301,7 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     return placement, asyncio.get_running_loop().time() - started
 
 
-def _rows(placed: Mapping[str, Placed]) -> dict[str, npt.NDArray[np.uint64]]:
+def _rows(placed: Mapping[str, Placed]) -> dict[str, UInt64]:
     return {member: unpacked(answer.digests) for member, answer in placed.items()}
 
 
@@ -474,9 +472,7 @@ def whole(agreed: TransferPlan, moved: dict[str, Moved], staged: Mapping[str, in
     return moved
 
 
-async def verify(
-    agreed: TransferPlan, moved: Mapping[str, Moved], expected: npt.NDArray[np.uint64], deadline: RoundDeadline
-) -> None:
+async def verify(agreed: TransferPlan, moved: Mapping[str, Moved], expected: UInt64, deadline: RoundDeadline) -> None:
     """Check that the installed digests add up to the ``expected`` ones of the published version, ``uint64[tensors]``.
 
     Raises:

@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from weightsync.arrays import UInt64
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
@@ -40,7 +38,7 @@ class Source:
         """Readers among them that took half of the round. Others no longer wait for them."""
         self.placing = asyncio.Lock()
         """Held while a replica makes its version readable."""
-        self.digests: npt.NDArray[np.uint64] | None = None
+        self.digests: UInt64 | None = None
         """Digest of each tensor that a replica made readable, ``uint64[tensors]``; ``None`` before."""
         self.failed = False
         """Whether it did not make its version readable when it was asked to."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
+from weightsync.arrays import UInt64
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded, in_thread
@@ -48,7 +47,7 @@ class StoredSource:
     """A stored version to read: its digests, and ranks that stand for those that stored it."""
 
     version: Version
-    digests: npt.NDArray[np.uint64]
+    digests: UInt64
     ranks: dict[str, PublishingRank]
 
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import failpoints
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.filler import FillContext
@@ -231,7 +230,7 @@ def _calling(call: Callable[[], T], label: str) -> T:
         raise LoadError(f"the engine could not take {label}: {type(error).__name__}: {error}") from error
 
 
-def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> npt.NDArray[np.uint64]:
+def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> UInt64:
     """Digest what the engine holds now, in the order of the plan's rows."""
     shards = [Shard(spec.name, spec.shape, Box.whole(spec.shape), copies[spec.name]) for spec in manifest if spec.size]
     read = ReadBack(manifest).digests(shards, deadline)

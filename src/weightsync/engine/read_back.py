@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int32, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError
 from weightsync.model import Box, Layout, Manifest
@@ -61,13 +61,13 @@ class ReadBack:
 
     def digests(
         self, shards: Sequence[Shard] | None, deadline: Deadline, constants: DigestConstants = PUBLIC
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+    ) -> tuple[Int32, UInt64] | None:
         """The manifest indices of all tensors in ``shards`` and their digests; ``None`` where they cannot be read back."""
         if not self.look(shards) or self._layout is None or len(np.unique(self._layout.tensor)) != len(self._layout):
             return None
         return self._layout.tensor, self._take(self._layout, deadline, constants)
 
-    def _take(self, layout: Layout, deadline: Deadline, constants: DigestConstants) -> npt.NDArray[np.uint64]:
+    def _take(self, layout: Layout, deadline: Deadline, constants: DigestConstants) -> UInt64:
         digests = np.zeros(len(layout), np.uint64)
         if not len(layout):
             return digests

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import failpoints
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Host, Offer, SourceAddress
@@ -144,14 +143,14 @@ class Readers:
             with self._naming(reader):
                 reader.begin(version, deadline)
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
         for reader, completion in [(reader, reader.submit(group, deadline, digests)) for reader in self]:
             with self.reading(reader, group):
                 completion.wait(deadline)
             failpoints.reached("engine.group")
 
-    def read_alone(self, reader: Reader, version: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read_alone(self, reader: Reader, version: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Begin, read and end one reader that has one group."""
         self._check_abort()
         with self._naming(reader):

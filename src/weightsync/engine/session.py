@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int32, UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
@@ -358,9 +357,7 @@ class EngineSession:
             self._read_back.build()
         return True
 
-    def read_back(
-        self, deadline: Deadline, constants: DigestConstants = PUBLIC
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+    def read_back(self, deadline: Deadline, constants: DigestConstants = PUBLIC) -> tuple[Int32, UInt64] | None:
         """Digest the parameters themselves where they are whole, plain copies: "installed". Else ``None``: "received" must do.
 
         Returns the tensors' indices in the manifest and their digests.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted
 from weightsync.model import Layout, Manifest
@@ -76,7 +76,7 @@ class DeviceCopy:
         self._digest = DeviceDigest(manifest, layout, self._device)
         self._digest.build(self._addresses)
 
-    def place(self, stop: npt.NDArray[np.int8], deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
+    def place(self, stop: Int8, deadline: Deadline | None = None) -> UInt64:
         """Copy the current contents.
 
         Returns:
@@ -104,7 +104,7 @@ class DeviceCopy:
                 self._write(self._written, stop)
         return self.digests(PUBLIC, deadline)
 
-    def digests(self, constants: DigestConstants, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, constants: DigestConstants, deadline: Deadline) -> UInt64:
         """Digest every row of the copy with ``constants``. Raises as :meth:`place` does for the ``deadline``."""
         return self._digest.take(self._addresses, deadline, constants)
 

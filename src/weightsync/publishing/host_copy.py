@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
@@ -16,9 +16,7 @@ from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
 
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
-Write = Callable[[Iterable[tuple[Shard, torch.Tensor]], npt.NDArray[np.int8]], None]
+Write = Callable[[Iterable[tuple[Shard, torch.Tensor]], Int8], None]
 """Fills the memory of shards; see :meth:`weightsync.tensors.quantization.QuantizedShards.write`."""
 
 _CHUNK_BYTES = 512 << 10  # converted bytes of one chunk, which are still in the cache when they are copied
@@ -45,7 +43,7 @@ class HostPublisher:
         self._targets: Int64 = layout.offset + address
         self._direct, self._converted, self._device = self._sort()
 
-    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> UInt64:
+    def place(self, stop: Int8 | None = None, deadline: Deadline | None = None) -> UInt64:
         """Copy the current contents.
 
         Args:
@@ -69,7 +67,7 @@ class HostPublisher:
             raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
         return out
 
-    def _sort(self) -> tuple[npt.NDArray[np.int64], list[int], list[int]]:
+    def _sort(self) -> tuple[Int64, list[int], list[int]]:
         """Return the rows that are copied unchanged, the rows that are converted, and the rows on an accelerator."""
         direct, converted, device = [], [], []
         for row, shard in enumerate(self._shards):
@@ -84,7 +82,7 @@ class HostPublisher:
     def _dtype(self, row: int) -> torch.dtype:
         return torch_dtype(self._manifest[int(self._layout.tensor[row])].dtype)
 
-    def _place_direct(self, out: UInt64, flag: npt.NDArray[np.int8]) -> None:
+    def _place_direct(self, out: UInt64, flag: Int8) -> None:
         rows = self._direct
         if not len(rows):
             return
@@ -115,7 +113,7 @@ class HostPublisher:
             raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
         out[rows] = digests
 
-    def _place_converted(self, row: int, flag: npt.NDArray[np.int8]) -> int:
+    def _place_converted(self, row: int, flag: Int8) -> int:
         """Convert one shard chunk by chunk to a small buffer, and copy each chunk to the region while digesting it."""
         shard, dtype = self._shards[row], self._dtype(row)
         dims = max(len(shard.shape), 1)
@@ -142,7 +140,7 @@ class HostPublisher:
             total += int(digest[0])
         return total % 2**64
 
-    def _place_device(self, out: UInt64, flag: npt.NDArray[np.int8], deadline: Deadline | None) -> None:
+    def _place_device(self, out: UInt64, flag: Int8, deadline: Deadline | None) -> None:
         """Copy each accelerator shard to the region, then digest the region. Checks ``flag`` between two shards."""
         for row in self._device:
             if flag[0]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
@@ -96,7 +96,7 @@ class InPlacePublisher:
         self._held, self._now = self._live.look()
         return self._now
 
-    def place(self, stop: npt.NDArray[np.int8] | None = None, deadline: Deadline | None = None) -> npt.NDArray[np.uint64]:
+    def place(self, stop: Int8 | None = None, deadline: Deadline | None = None) -> UInt64:
         """Digest every row of the layout, after all work that was queued on the device.
 
         Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
@@ -112,7 +112,7 @@ class InPlacePublisher:
                 self.changes.finish(deadline)
         return self._digest.take(self._now, deadline)
 
-    def digests(self, constants: DigestConstants, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, constants: DigestConstants, deadline: Deadline) -> UInt64:
         """Digest every row of what was placed last, with ``constants``, as :meth:`place` does."""
         return self._digest.take(self._now, deadline, constants)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes, Int8, Int64, UInt16, UInt32
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, SharedMemoryTooSmall
 from weightsync.model import Layout, Manifest
@@ -93,10 +93,10 @@ class ListedChanges:
         return {name: count / of for name, (count, of) in changed.items()}
 
 
-def _rows(layout: Layout) -> npt.NDArray[np.int64]:
+def _rows(layout: Layout) -> Int64:
     """The rows of the sections, in their order."""
     order = np.lexsort((layout.offset, layout.region))
-    rows: npt.NDArray[np.int64] = order[np.all(layout.stops > layout.starts, axis=1)[order]]
+    rows: Int64 = order[np.all(layout.stops > layout.starts, axis=1)[order]]
     return rows
 
 
@@ -106,7 +106,7 @@ class HostLists(ListedChanges):
     def __init__(self, manifest: Manifest, layout: Layout, most: bool | int) -> None:
         self._shards = sum(layout.regions)
         super().__init__(manifest, layout, most, 0, _aligned(self._shards))
-        self._before: npt.NDArray[np.uint8] | None = None
+        self._before: Bytes | None = None
         self._steps: deque[tuple[tuple[int, int], Step]] = deque()
 
     @property
@@ -114,7 +114,7 @@ class HostLists(ListedChanges):
         """Versions from which this one can be reached, the oldest first."""
         return tuple(base for base, _ in self._steps)
 
-    def update(self, region: npt.NDArray[np.uint8], stop: npt.NDArray[np.int8]) -> None:
+    def update(self, region: Bytes, stop: Int8) -> None:
         """List the changes of what is in ``region`` (``uint8[end]``) now.
 
         Raises:
@@ -147,11 +147,11 @@ class HostLists(ListedChanges):
             self._steps = steps
             self._unite(region, payload, used, stop)
 
-    def _counts_at(self, region: npt.NDArray[np.uint8], index: int) -> npt.NDArray[np.uint16]:
+    def _counts_at(self, region: Bytes, index: int) -> UInt16:
         first = self._counts + index * self._counts_each
         return region[first : first + 2 * self.sections.blocks].view(np.uint16)
 
-    def _unite(self, region: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint32], used: int, stop: npt.NDArray[np.int8]) -> None:
+    def _unite(self, region: Bytes, payload: UInt32, used: int, stop: Int8) -> None:
         """List what changed since the wanted versions too, as far as there is room."""
         bases = [base for base, _ in self._steps]
         for index, base in enumerate(bases[:-1]):
@@ -185,7 +185,7 @@ class DeviceLists(ListedChanges):
         content = np.frombuffer(self.sections.to_bytes(), np.uint8).copy()
         memory[self._start : self._start + len(content)] = torch.from_numpy(content).to(memory.device)
 
-    def start(self, before: npt.NDArray[np.int64], now: npt.NDArray[np.int64]) -> None:
+    def start(self, before: Int64, now: Int64) -> None:
         """Begin to compare the sections, which lie at these addresses."""
         self.begin()
         counts = self._memory[self._counts : self._counts + 2 * self.sections.blocks]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, UInt64
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, TransportUnavailable
@@ -206,7 +206,7 @@ class PublishedShards(Publication):
             self._followed.release()
 
     @contextmanager
-    def placing(self, number: int, stop: npt.NDArray[np.int8], deadline: Deadline) -> Iterator[npt.NDArray[np.uint64]]:
+    def placing(self, number: int, stop: Int8, deadline: Deadline) -> Iterator[UInt64]:
         """Bring the shards as they are now into the region. Readers find version ``number`` if the block did not raise.
 
         Yields the digest of each row of the layout.
@@ -228,7 +228,7 @@ class PublishedShards(Publication):
                     self.changes.update(self.region.payload, stop)
             yield digests
 
-    def digests(self, constants: DigestConstants, stop: npt.NDArray[np.int8], deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, constants: DigestConstants, stop: Int8, deadline: Deadline) -> UInt64:
         """Digest what readers find in the region now, with ``constants``.
 
         Returns:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bytes, Int8, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
@@ -24,8 +24,6 @@ from weightsync.store.objects import ObjectStore
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
 from weightsync.tensors.copy_table import CopyTable
-
-_Stop = npt.NDArray[np.int8]
 
 _THREADS = 4
 _AHEAD = 8  # chunks that are fetched while the ones before are copied
@@ -50,7 +48,7 @@ class ObjectImage:
         self.nbytes = item.nbytes - item.data
         """Bytes of the data."""
 
-    def data(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+    def data(self, first: int, last: int) -> Bytes:
         """Return bytes of the data."""
         return self._bytes[self._item.data + first : self._item.data + last]
 
@@ -129,9 +127,7 @@ class _DeltaObject:
 class _Pass:
     """One pass over the region: chunks of the key frame come into memory, changes are applied to them, and they go."""
 
-    def __init__(
-        self, key: ObjectImage, first: int, nbytes: int, deltas: Sequence[_DeltaObject], stop: npt.NDArray[np.int8]
-    ) -> None:
+    def __init__(self, key: ObjectImage, first: int, nbytes: int, deltas: Sequence[_DeltaObject], stop: Int8) -> None:
         self.key, self._first, self._nbytes, self._stop = key, first, nbytes, stop
         self._deltas = [(delta, delta.image()) for delta in deltas]
 
@@ -222,7 +218,7 @@ class StoredRegion:
         self._stop[0] = 0
         self._aborted = Future()
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Copy the tiles of a group to their targets, see :meth:`weightsync.transports.base.Reader.submit`."""
         batches = self._groups[group]
         image = ObjectImage(self._store, self._key)

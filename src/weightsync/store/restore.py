@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Bytes
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, VerificationError
 from weightsync.model import TensorSpec
@@ -23,8 +23,6 @@ from weightsync.store.objects import ObjectStore
 from weightsync.store.region import ObjectImage, StoredRegion
 from weightsync.store.signing import StoredVersion
 from weightsync.tensors.copy_table import tiles_of
-
-Bytes = npt.NDArray[np.uint8]
 
 _NOWHERE = Host("", "")
 

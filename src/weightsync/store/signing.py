@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import UInt64
 from weightsync.config import Secret
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError
 from weightsync.model import Layout, Manifest, Version, fold
@@ -81,7 +81,7 @@ class StoredVersion:
     manifest: Manifest
     layouts: tuple[Layout, ...]
     """Of each trainer rank's shards."""
-    digests: npt.NDArray[np.uint64]
+    digests: UInt64
     """Of each tensor."""
 
     @property

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync import failpoints
+from weightsync.arrays import Bytes, UInt16, UInt32
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError, StaleSource, VersionError, WeightSyncError
 from weightsync.forks import Origin
@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_UNITS = 1 << 30
 """Of changes that are written as a delta: where lists end is counted in uint32, and a unit becomes at most three words."""
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +87,7 @@ class RankObjects:
         nbytes = len(header) + sum(map(len, parts))
         return (*chain, StoredObject(path, "delta" if chain else "key", nbytes, len(header), b"".join(hashes)))
 
-    def _lists(self, payload: Bytes, changed: ChangedWords) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+    def _lists(self, payload: Bytes, changed: ChangedWords) -> tuple[UInt32, UInt16]:
         """Ends and lists of the region's blocks, of changes that are listed by shards."""
         nbytes, sections = self._layout.regions[0], Sections.of(self._manifest, self._layout)
         table = np.ascontiguousarray(np.stack([sections.offset, sections.nbytes, sections.word], axis=1))

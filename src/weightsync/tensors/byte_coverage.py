@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Int64 = npt.NDArray[np.int64]
+from weightsync.arrays import Int64
 
 
 class LocalView(NamedTuple):

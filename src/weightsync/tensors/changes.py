@@ -25,18 +25,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int8, Int64, UInt16, UInt32, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.digest import columns_address
-
-Stop = npt.NDArray[np.int8]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 _NEAR = 256  # blocks between two that are read rather than skipped
 _MOST_REGIONS, _MOST_BYTES = 1 << 21, 1 << 42
@@ -121,7 +117,7 @@ class Sections:
         sizes[last] = self.nbytes - (self.nbytes - 1) // CHANGE_BLOCK * CHANGE_BLOCK
         return sizes
 
-    def list_ends(self, counts: npt.NDArray[np.uint16]) -> Int64:
+    def list_ends(self, counts: UInt16) -> Int64:
         """Zero, and the 4-byte unit where each block's list ends, ``int64[blocks + 1]``."""
         units = _list_units(counts.astype(np.int64), self.block_words, self.block_bytes)
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(units)])
@@ -137,10 +133,10 @@ class Sections:
 
 def find(
     table: Int64,
-    counts: npt.NDArray[np.uint16],
-    payload: npt.NDArray[np.uint32],
+    counts: UInt16,
+    payload: UInt32,
     changed: Int64,
-    stop: Stop,
+    stop: Int8,
 ) -> int | None:
     """List which words of all sections of a ``table`` differ from those before, and make those equal to them.
 
@@ -176,8 +172,8 @@ def find(
 class Step:
     """What changed from one version to the next: counts and lists, as :func:`find` made them."""
 
-    counts: npt.NDArray[np.uint16]
-    payload: npt.NDArray[np.uint32]
+    counts: UInt16
+    payload: UInt32
 
     @property
     def nbytes(self) -> int:
@@ -189,9 +185,9 @@ def unite(
     sections: Sections,
     now: Int64,
     steps: Sequence[Step],
-    counts: npt.NDArray[np.uint16],
-    payload: npt.NDArray[np.uint32],
-    stop: Stop,
+    counts: UInt16,
+    payload: UInt32,
+    stop: Int8,
 ) -> int | None:
     """List the words that changed in any of ``steps``, with the values that they have ``now``. Otherwise as :func:`find`."""
     firsts = [sections.list_ends(step.counts)[:-1] for step in steps]
@@ -310,7 +306,7 @@ class Changes(ABC):
         """Take memory for the lists, and for the words that they replace: eight bytes for each of :attr:`units`."""
 
     @abstractmethod
-    def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Check the lists, and add to ``digests`` (``uint64[rows]``) what they would add to them.
 
         Raises:
@@ -319,11 +315,11 @@ class Changes(ABC):
         """
 
     @abstractmethod
-    def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Replace the words in the tiles' targets, keep what they were, read them again, and add the difference to ``digests``."""
 
     @abstractmethod
-    def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Write back what was kept, read it again, and add to ``digests`` the difference from it: nothing, if all is well."""
 
 
@@ -353,19 +349,19 @@ class HostChanges(Changes):
         for start, stop, first, offset in zip(self._planned.starts, self._planned.stops, self._firsts, self._offsets, strict=False):
             self._at[start:stop] += offset - first
 
-    def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.predict`."""
         self._run(0, 0, digests, stop)
 
-    def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.apply`."""
         self._run(1, 3, digests, stop)
 
-    def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.revert`."""
         self._run(2, 3, digests, stop)
 
-    def _run(self, step: int, then: int, digests: UInt64, stop: Stop) -> None:
+    def _run(self, step: int, then: int, digests: UInt64, stop: Int8) -> None:
         tiles = self._planned.tiles
         finished = apply_changes(
             tiles.ctypes.data, 0, len(tiles), self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
 from weightsync.tensors.kernels import copy_table
 
-Stop = npt.NDArray[np.int8]
-UInt64 = npt.NDArray[np.uint64]
-
 _NEVER = np.zeros(1, np.int8)
 
 
-def _bases(source_addresses: Sequence[int]) -> npt.NDArray[np.int64]:
+def _bases(source_addresses: Sequence[int]) -> Int64:
     return np.asarray(source_addresses, np.int64)
 
 
-def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Stop | None = None) -> int:
+def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Int8 | None = None) -> int:
     """Copy every tile from ``source_addresses[region] + source`` to its target.
 
     The caller has checked that the tiles fit the memory (:func:`check_tiles`).
@@ -41,7 +38,7 @@ def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Stop | N
 
 
 def gather_tiles(
-    tiles: CopyTable, source_addresses: Sequence[int], bucket_address: int, first: int, last: int, stop: Stop | None = None
+    tiles: CopyTable, source_addresses: Sequence[int], bucket_address: int, first: int, last: int, stop: Int8 | None = None
 ) -> int:
     """Pack the runs of tiles ``first <= i < last`` into one bucket, in order and without gaps. Targets are ignored.
 
@@ -56,7 +53,7 @@ def gather_tiles(
     return int(copy_table(tiles.table_address, first, last, bases.ctypes.data, 0, bucket_address, 0, 0, flag.ctypes.data))
 
 
-def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, stop: Stop | None = None) -> int:
+def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, stop: Int8 | None = None) -> int:
     """Unpack a bucket of :func:`gather_tiles` to the targets of tiles ``first <= i < last``. Sources are ignored.
 
     The caller has checked that the bucket holds that many bytes.
@@ -69,7 +66,7 @@ def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, 
     return int(copy_table(tiles.table_address, first, last, 0, bucket_address, 0, 0, 0, flag.ctypes.data))
 
 
-def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Stop | None = None) -> int:
+def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Int8 | None = None) -> int:
     """Copy as :func:`copy_tiles` does, and add the digest of each tile, read back from its target, to ``out[row]``.
 
     As digests are additive and tiles fill each row exactly once, ``out`` then equals the result of
@@ -93,7 +90,7 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     )
 
 
-def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Stop | None = None) -> int:
+def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Int8 | None = None) -> int:
     """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
     flag = _NEVER if stop is None else stop
     check_keys(tiles, out)

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError, PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.planning.geometry import spread
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from weightsync.planning.pieces import Pieces
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 TILE_BYTES = 1 << 20
 """Most bytes of one tile that :func:`tiles_of` makes."""

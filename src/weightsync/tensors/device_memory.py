@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
@@ -84,7 +84,7 @@ class DeviceDigest:
                 self._digest = LayoutDigest(self._manifest, self._layout, addresses, self._device)
             self._addresses = tuple(addresses)
 
-    def take(self, addresses: Sequence[int], deadline: Deadline, constants: DigestConstants = PUBLIC) -> npt.NDArray[np.uint64]:
+    def take(self, addresses: Sequence[int], deadline: Deadline, constants: DigestConstants = PUBLIC) -> UInt64:
         """Digests of all rows, ``uint64[rows]``, after all work that this process has queued on the device, in any stream.
 
         Raises:
@@ -102,7 +102,7 @@ class DeviceDigest:
         """Start to digest rows ``first <= row < end`` in the device's current stream, with the current tables."""
         self._digest.launch(first, end, constants)
 
-    def taken(self) -> npt.NDArray[np.uint64]:
+    def taken(self) -> UInt64:
         """Digests of all launched rows. Waits for the device's current stream."""
         with torch.cuda.device(self._device):
             return self._digest.taken()

@@ -21,15 +21,12 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, Int64, UInt32, UInt64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
-
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 _NEVER = np.zeros(1, np.int8)
 
@@ -62,7 +59,7 @@ class DigestConstants:
             mixed = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63)) | np.uint64(1)
             words = np.concatenate([mixed.astype(np.uint32), np.array(_GOLDEN, np.uint64).view(np.uint32)])
         words.flags.writeable = False
-        self.words: npt.NDArray[np.uint32] = words
+        self.words: UInt32 = words
         self.address: int = words.ctypes.data
 
 
@@ -143,7 +140,7 @@ def digest_rows(
     last: int,
     out: UInt64,
     constants: DigestConstants = PUBLIC,
-    stop: npt.NDArray[np.int8] = _NEVER,
+    stop: Int8 = _NEVER,
 ) -> None:
     """Digest rows ``first <= i < last`` of ``layout`` in memory, without the GIL.
 

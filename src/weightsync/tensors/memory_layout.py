@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 from weightsync.tensors.shards import Shard, dtype_name, ordered
-
-Int64 = npt.NDArray[np.int64]
 
 
 def layout_in_place(
@@ -72,7 +70,7 @@ def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 
     return Layout(manifest, tensor, starts, stops, np.zeros(len(rows), np.int32), offset, strides, (total,))
 
 
-def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[npt.NDArray[np.int32], Int64, Int64, Int64]:
+def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[Int32, Int64, Int64, Int64]:
     """Tensor index, starts, stops and byte strides, padded in front to the manifest's dimensions."""
     tensor = np.array([manifest.index[shard.name] for shard in rows], np.int32)
     starts = np.zeros((len(rows), manifest.dims), np.int64)

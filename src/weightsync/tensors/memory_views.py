@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
+
+from weightsync.arrays import Bytes
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes, _view.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
@@ -18,6 +19,6 @@ def memory_at(address: int, size: int) -> memoryview:
     return view
 
 
-def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+def bytes_at(address: int, size: int) -> Bytes:
     """Return ``size`` bytes at ``address`` as a writable ``uint8`` array. It does not keep the memory alive."""
     return np.frombuffer(memory_at(address, size), np.uint8) if size else np.empty(0, np.uint8)

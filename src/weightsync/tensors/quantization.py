@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bools, Int8, Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.formats import Format, format_of
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
-
-Int64 = npt.NDArray[np.int64]
 
 AllMax = Callable[[torch.Tensor, Deadline], None]
 """Replaces each element of a CPU tensor by its maximum over all trainer ranks. Every rank calls it with a tensor of that size."""
@@ -126,7 +124,7 @@ class _Touched:
 
     def __init__(self, box: Box, blocks: tuple[int, int], shape: tuple[int, int], columns: int) -> None:
         self._columns = columns
-        self._numbers, self._cut = list[Int64](), list[npt.NDArray[np.bool_]]()
+        self._numbers, self._cut = list[Int64](), list[Bools]()
         for start, stop, block, extent in zip(box.starts, box.stops, blocks, shape, strict=True):
             numbers = np.arange(start // block, -(-stop // block))
             self._numbers.append(numbers)
@@ -346,7 +344,7 @@ class QuantizedShards:
                 yield values.view(rows.count, high, columns.count, wide), rows, columns
 
     @torch.no_grad()
-    def write(self, targets: Iterable[tuple[Shard, torch.Tensor]], stop: npt.NDArray[np.int8]) -> None:
+    def write(self, targets: Iterable[tuple[Shard, torch.Tensor]], stop: Int8) -> None:
         """Fill the memory of shards of :attr:`shards` that have none, after :meth:`exchange`.
 
         Raises:

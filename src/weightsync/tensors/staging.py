@@ -7,16 +7,16 @@ import mmap
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Bytes
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.shards import torch_dtype
 
 _BUFFERS = 2
 
-Buffer = npt.NDArray[np.uint8] | torch.Tensor
+Buffer = Bytes | torch.Tensor
 
 
 def check_size(manifest: Manifest, layout: Layout, bucket_bytes: int) -> None:
@@ -160,7 +160,7 @@ def _on(device: torch.device, size: int) -> torch.Tensor:
         raise LayoutError(f"no memory for a staging buffer of {size:,} bytes on {device}: use a smaller bucket_bytes") from error
 
 
-def _allocate(size: int) -> npt.NDArray[np.uint8]:
+def _allocate(size: int) -> Bytes:
     """Allocate page-aligned memory and touch it, so that the first round causes no page faults while engines are paused."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import errors, failpoints
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
@@ -298,7 +298,7 @@ class StreamedPublication:
             digests=digests.astype("<u8").tobytes(),
         )
 
-    def _digests(self, window: _Window, contents: WindowContents, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def _digests(self, window: _Window, contents: WindowContents, deadline: Deadline) -> UInt64:
         if window.copied is None or self._plan is None:
             return contents.digests(deadline)
         with torch.cuda.device(self._memory.device), torch.cuda.stream(self._plan.side):

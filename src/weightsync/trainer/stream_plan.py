@@ -9,9 +9,9 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest, TensorSpec
@@ -60,7 +60,7 @@ class WindowContents:
         manifest, layout, _, address = self._described
         return LayoutDigest(manifest, layout, address, self._memory.device)
 
-    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, deadline: Deadline) -> UInt64:
         """Digest the parts, in their order, of what the memory holds now: on a device, after the current stream's work."""
         manifest, layout, order, address = self._described
         digests = np.zeros(len(self.parts), np.uint64)

@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import UInt64
 from weightsync.config import variable
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, TransportUnavailable
@@ -110,7 +109,7 @@ class StoreReader(BlockingReader):
         if version != self._address.number:
             raise StaleSource(f"version {version} was asked for, and this is {self._what}")
 
-    def read(self, group: int, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         if not 0 <= group < self._opened.groups:
             raise ProtocolError(f"group {group} was not prepared: there are {self._opened.groups}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import failpoints
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
 from weightsync.engine.fill.staged_changes import DirectFiller
@@ -47,7 +46,7 @@ class DeviceDirect(DirectFiller):
         self._digest.build(self._addresses)
         self._stopwatch.lap("tables")
 
-    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, deadline: Deadline) -> UInt64:
         """See :meth:`DirectFiller.digests`. In the current stream."""
         with torch.cuda.device(self.device):
             self._digest.build(self._addresses)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext
 from weightsync.engine.fill.launch_ahead import LaunchAhead
@@ -62,7 +61,7 @@ class DeviceStreamed(StreamedFiller):
         self._load(bucket, deadline)
         wait_for_device(self.device, deadline, "the engine's loader")  # its bucket is filled again after the next
 
-    def _received(self) -> npt.NDArray[np.uint64]:
+    def _received(self) -> UInt64:
         return self._digest.taken()
 
 
@@ -72,5 +71,5 @@ class _NotDigested:
     def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
         """Digest nothing."""
 
-    def taken(self) -> npt.NDArray[np.uint64]:
+    def taken(self) -> UInt64:
         raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.readers import Readers, Stopwatch, reaches
 from weightsync.engine.session import EngineSession
@@ -90,7 +89,7 @@ class Filled:
         digest_seconds: Spent on digests of what was read again.
     """
 
-    digests: npt.NDArray[np.uint64]
+    digests: UInt64
     verified: Literal["installed", "received"]
     receive_seconds: float
     load_seconds: float = 0.0
@@ -188,9 +187,7 @@ class PlanFiller(Filler):
         :class:`~weightsync.errors.DeadlineExceeded`, and :class:`~weightsync.errors.PlanMismatch` if the parameters were replaced.
         """
 
-    def _read_host(
-        self, group: int, digests: npt.NDArray[np.uint64], deadline: Deadline, constants: DigestConstants = PUBLIC
-    ) -> None:
+    def _read_host(self, group: int, digests: UInt64, deadline: Deadline, constants: DigestConstants = PUBLIC) -> None:
         """Read one group into host memory. Rows are digested by the readers, or afterwards if one of them cannot.
 
         Readers know the public constants only, so a keyed digest is taken afterwards too.

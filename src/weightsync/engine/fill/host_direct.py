@@ -6,8 +6,8 @@ import logging
 import time
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
 from weightsync.engine.fill.staged_changes import DirectFiller
@@ -37,7 +37,7 @@ class HostDirect(DirectFiller):
                 "engine, or tie them at the trainer too", *shared,
             )  # fmt: skip
 
-    def digests(self, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def digests(self, deadline: Deadline) -> UInt64:
         """See :meth:`DirectFiller.digests`."""
         digests = np.zeros(len(self.layout), np.uint64)
         digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests)

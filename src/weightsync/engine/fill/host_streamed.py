@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
@@ -35,5 +35,5 @@ class HostStreamed(StreamedFiller):
     def _receive(self, bucket: int, deadline: Deadline) -> None:
         self._read_host(bucket, self._digests, deadline, self._constants)
 
-    def _received(self) -> npt.NDArray[np.uint64]:
+    def _received(self) -> UInt64:
         return self._digests

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightsync import failpoints
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.engine.readers import Readers
@@ -25,8 +25,6 @@ from weightsync.tensors.cuda.changes import ChangeTables, DeviceChanges
 from weightsync.tensors.overlaps import overlapping
 from weightsync.tensors.shards import Shard
 from weightsync.transports.base import Reader, Transport
-
-UInt64 = npt.NDArray[np.uint64]
 
 _KEPT = 2  # bytes of staging memory for each byte of lists: the lists, and the words that they replace
 _COUNTED = 22  # bytes of staging memory for each block

@@ -6,9 +6,9 @@ import time
 from abc import abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.engine.fill.launch_ahead import LaunchAhead
@@ -80,7 +80,7 @@ class StreamedFiller(PlanFiller):
         return filled
 
     @abstractmethod
-    def _received(self) -> npt.NDArray[np.uint64]:
+    def _received(self) -> UInt64:
         """The digests of what the loader was handed."""
 
     def _load(self, bucket: int, deadline: Deadline) -> None:

@@ -6,9 +6,9 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, Filler
 from weightsync.engine.fill.receive_ahead import ReceiverThread
@@ -94,7 +94,7 @@ class WindowFiller(Filler):
         self._pending: list[tuple[str, torch.Tensor]] = []
         self._thread.seconds = self._load_seconds = 0.0
 
-    def move(self, body: MoveWindow, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def move(self, body: MoveWindow, deadline: Deadline) -> UInt64:
         """Receive a window while the loader works on the one before. Returns the digest of each part of the window.
 
         Raises:
@@ -115,7 +115,7 @@ class WindowFiller(Filler):
                 self._load(deadline)
             self._thread.start(self._receive, body, bucket, deadline)
             self._load(deadline)
-            digests: npt.NDArray[np.uint64] = self._thread.result("receiving a window", deadline)
+            digests: UInt64 = self._thread.result("receiving a window", deadline)
         self._tensors.add_window(self._known.get(body.window, placed.parts, placed.nbytes).parts, digests.tolist())
         self._pending = self._arrived(placed, bucket)
         self.nbytes = self._tensors.nbytes
@@ -171,7 +171,7 @@ class WindowFiller(Filler):
             wait_for_device(self._device, deadline, "the engine's loader")  # its bucket is filled again
         self._load_seconds += time.perf_counter() - started
 
-    def _receive(self, body: MoveWindow, bucket: Buffer, deadline: Deadline) -> npt.NDArray[np.uint64]:
+    def _receive(self, body: MoveWindow, bucket: Buffer, deadline: Deadline) -> UInt64:
         placed, inline = body.placed, self._sources[body.source][0].traits.digests == "inline"
         _, manifest, layout, order, published = self._known.get(body.window, placed.parts, placed.nbytes)
         where = [_address(bucket), *(_address(self._whole(part)) for part in placed.parts if not part.whole)]
@@ -193,7 +193,7 @@ class WindowFiller(Filler):
         digests[order] = rows
         return digests
 
-    def _read(self, body: MoveWindow, table: CopyTable, deadline: Deadline, digests: npt.NDArray[np.uint64] | None = None) -> None:
+    def _read(self, body: MoveWindow, table: CopyTable, deadline: Deadline, digests: UInt64 | None = None) -> None:
         transport, reader, source = self._sources[body.source]
         for attempt in range(1, _ATTEMPTS + 1):
             try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, ProtocolError
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
@@ -15,10 +15,6 @@ from weightsync.tensors.changes import Changes, PlannedChanges, Sections, ends_o
 from weightsync.tensors.cuda.digest import weights_on
 from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.digest import PUBLIC
-
-Stop = npt.NDArray[np.int8]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 CHUNK_BLOCKS = 1 << 16
 """Blocks that are compared in one launch; each takes 10 KiB of scratch memory."""
@@ -181,16 +177,16 @@ class DeviceChanges(Changes):
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(f"{device} has no room for {8 * self.units:,} bytes of changes: {error}") from None
 
-    def predict(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.predict`."""
         self._run((0,), digests, stop, deadline)
         self._check("the changes of a block of the source are not in order, or outside of it")
 
-    def apply(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.apply`."""
         self._run((1, 3), digests, stop, deadline)
 
-    def revert(self, digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.revert`."""
         self._run((2, 3), digests, stop, deadline)
 
@@ -201,7 +197,7 @@ class DeviceChanges(Changes):
         self.allocate()
         self._run((0, 1, 2, 3), np.zeros(self._tables.rows, np.uint64), np.zeros(1, np.int8), deadline)
 
-    def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Stop, deadline: Deadline) -> None:
+    def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Launch ``steps`` one after the other, and wait for the last."""
         tables = self._tables
         with _on(tables.device):

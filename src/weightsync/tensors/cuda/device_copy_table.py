@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.errors import ProtocolError
 from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import CopyTable
-
-Int64 = npt.NDArray[np.int64]
 
 TILE_BYTES = 1 << 16
 """Most bytes of one tile, which is the work of one program."""

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from weightsync.arrays import Int64, UInt64
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.tensors.cuda.digest_table import QUADS, STEPS, DigestTable
@@ -89,12 +89,12 @@ class LayoutDigest:
                 )
         return out
 
-    def digests(self, start: int = 0, stop: int | None = None, constants: DigestConstants = PUBLIC) -> npt.NDArray[np.uint64]:
+    def digests(self, start: int = 0, stop: int | None = None, constants: DigestConstants = PUBLIC) -> UInt64:
         """Digest layout rows ``start <= row < stop`` and wait for the device. Returns ``uint64[stop - start]``."""
-        values: npt.NDArray[np.int64] = self.launch(start, stop, constants).cpu().numpy()
+        values: Int64 = self.launch(start, stop, constants).cpu().numpy()
         return values.view(np.uint64).copy()
 
-    def taken(self) -> npt.NDArray[np.uint64]:
+    def taken(self) -> UInt64:
         """Digests of the last :meth:`launch` of each row, ``uint64[rows]``. Waits for the current stream."""
-        values: npt.NDArray[np.int64] = self._out.cpu().numpy()
+        values: Int64 = self._out.cpu().numpy()
         return values.view(np.uint64).copy()

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.arrays import Int64
 from weightsync.errors import LayoutError
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.planning.geometry import spread
-
-Int64 = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 4 * 4096
 """Bytes of a tensor's last dimension that share one factor R (4096 words)."""

@@ -9,14 +9,13 @@ import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far
+from tests.integration.rounds.test_deltas import gate, only  # noqa: F401 - one is a fixture
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
 from weightsync.engines.module import ModuleAdapter
-from weightsync.protocol.messages import ReplicaResult
 from weightsync.publishing import in_place
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.trainer import Trainer
 from weightsync.transports.nixl.agent import nixl_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
@@ -31,24 +30,12 @@ def joined() -> Iterator[Joined]:
         yield Joined(server, owned)
 
 
-@pytest.fixture
-def gate() -> Iterator[None]:
-    yield
-    failpoints.install(lambda name: None)
-
-
 def step(module: torch.nn.Module, share: float = 0.01) -> None:
     """Change so many of the elements, by a bit of their upper half."""
     with torch.no_grad():
         for parameter in {id(value): value for value in module.parameters()}.values():
             words = parameter.view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
             words ^= (torch.rand(words.shape, device=words.device) < share).to(words.dtype) << 8 * (words.element_size() - 2)
-
-
-def only(trainer: Trainer) -> ReplicaResult:
-    """Publish, to one replica."""
-    [replica] = trainer.publish(1 if trainer.last_version is None else None).replicas
-    return replica
 
 
 def models() -> tuple[Model, Model]:

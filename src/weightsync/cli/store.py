@@ -47,6 +47,7 @@ _Key = Annotated[
     ),
 ]
 _Version = Annotated[str | None, typer.Argument(metavar="VERSION", help="`7`, or `RUN@7` [default: the newest].")]
+_Timeout = Annotated[float, typer.Option(help="Seconds for everything.")]
 _DAY = 86400.0
 
 
@@ -179,12 +180,7 @@ def show_version(version: _Version = None, store: _Store = None, run: _Run = Non
 
 @store_app.command(cls=StoreCommand)
 def verify(
-    version: _Version = None,
-    store: _Store = None,
-    run: _Run = None,
-    key: _Key = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = _DAY,
-    json: Json = False,
+    version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, timeout: _Timeout = _DAY, json: Json = False
 ) -> None:
     """Read a version and check all of it: signature, every object's SHA-256, and the digests of the tensors that it makes.
 
@@ -248,13 +244,9 @@ def gc(
 @store_app.command(cls=StoreCommand)
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
-    version: _Version = None,
-    store: _Store = None,
-    run: _Run = None,
-    key: _Key = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = _DAY,
+    version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, timeout: _Timeout = _DAY,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write a version as a Hugging Face checkpoint: safetensors files and their index. Every tensor is verified first.
 
     ```

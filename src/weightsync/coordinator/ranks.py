@@ -13,19 +13,23 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class PublishingRank:
-    """A rank from which engine ranks can read: of the trainer, or of a replica that serves its weights to others."""
-
+class _Rank:
     hello: Hello
     """What the rank said of itself when it joined, validated. Its session and credential, which are secrets, are hashes."""
     manifest: Manifest
-    layout: Layout
-    """Of the memory that is read."""
 
     @property
     def member(self) -> str:
         """Name of the rank, unique among all ranks of the run."""
         return f"{self.hello.name}/{self.hello.rank}"
+
+
+@dataclass(frozen=True)
+class PublishingRank(_Rank):
+    """A rank from which engine ranks can read: of the trainer, or of a replica that serves its weights to others."""
+
+    layout: Layout
+    """Of the memory that is read."""
 
 
 class TrainerRank(PublishingRank):
@@ -37,20 +41,12 @@ class AdapterRank(TrainerRank):
 
 
 @dataclass(frozen=True)
-class EngineRank:
+class EngineRank(_Rank):
     """An engine rank."""
 
-    hello: Hello
-    """As in :class:`PublishingRank`."""
-    manifest: Manifest
     layout: Layout | None
     source: PublishingRank | None = None
     """What other replicas can read from it; ``None`` if it does not serve its weights."""
-
-    @property
-    def member(self) -> str:
-        """Name of the rank, unique among all ranks of the run."""
-        return f"{self.hello.name}/{self.hello.rank}"
 
 
 def known_as(secret: str) -> str:

@@ -19,26 +19,13 @@ from weightsync.arrays import Bytes
 from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError, few
 from weightsync.model import Manifest, TensorSpec
+from weightsync.model.dtypes import SAFETENSORS_DTYPES
 from weightsync.protocol.messages import UNREADABLE
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "F32": "float32",
-    "I64": "int64",
-    "F64": "float64",
-}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _MAX_HEADER = 100_000_000
 """Bytes of a header: the format's own limit."""
 _MAX_INDEX = 64 << 20

@@ -150,5 +150,4 @@ class Claimant:
         """The header for ``request`` (method and target), and what :data:`ANSWER_HEADER` is in the coordinator's answer to it."""
         parts = self._nonce, self._challenge, str(self._count)
         self._count += 1
-        proof = _proof(self._token, "agent", *parts, request)
-        return " ".join((SCHEME, *parts, proof)), _proof(self._token, "answer", *parts)
+        return " ".join((SCHEME, *parts, _proof(self._token, "agent", *parts, request))), _proof(self._token, "answer", *parts)

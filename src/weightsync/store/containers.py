@@ -22,15 +22,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from weightsync.model import Layout, Manifest, Version
+from weightsync.model.dtypes import SAFETENSORS_DTYPES
 from weightsync.model.stored import STORED_BLOCK
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
-
-SAFETENSORS_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0", "int16": "I16",
-    "float16": "F16", "bfloat16": "BF16", "int32": "I32", "float32": "F32", "int64": "I64", "float64": "F64",
-}  # fmt: skip
-"""The format's name of each dtype, by torch's."""
 
 _LINE = 64
 

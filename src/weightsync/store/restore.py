@@ -14,11 +14,12 @@ from weightsync.arrays import Bytes
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, VerificationError
 from weightsync.model import TensorSpec
+from weightsync.model.dtypes import SAFETENSORS_DTYPES
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
-from weightsync.store.containers import SAFETENSORS_DTYPES, safetensors_header
+from weightsync.store.containers import safetensors_header
 from weightsync.store.objects import ObjectStore
 from weightsync.store.region import ObjectImage, StoredRegion
 from weightsync.store.signing import StoredVersion

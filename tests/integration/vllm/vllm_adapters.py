@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.integration.vllm.vllm_rounds import PROMPTS, TOKENS, build, joined, serving, tell_environment
+from tests.integration.vllm.vllm_rounds import PROMPTS, TOKENS, build, expected, joined, serving, tell_environment
 
 import weightsync
 from weightsync.config import ServerSettings
@@ -36,18 +36,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def answers_of(model: Any) -> list[list[int]]:
     """Transformers' and PEFT's greedy answers in float32."""
-    merged = torch.nn.Module.to(copy.deepcopy(model), dtype=torch.float32).merge_and_unload()
-    reference = torch.nn.Module.to(type(merged)(merged.config), dtype=torch.float32)  # its buffers were never rounded to bfloat16
-    reference.load_state_dict(merged.state_dict())
-    reference.train(False)
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            for _ in range(TOKENS):
-                ids = torch.cat([ids, reference(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
+    return expected(torch.nn.Module.to(copy.deepcopy(model), dtype=torch.float32).merge_and_unload())
 
 
 class Asked:

@@ -25,11 +25,10 @@ from weightsync.errors import (
     VerificationError,
 )
 from weightsync.model import Version
-from weightsync.model.dtypes import ITEMSIZE
+from weightsync.model.dtypes import ITEMSIZE, SAFETENSORS_DTYPES
 from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK, StoredObject
 from weightsync.protocol.delta_messages import ChangedWords
 from weightsync.store.catalog import collect_garbage, load, manifest_path, newest, orders
-from weightsync.store.containers import SAFETENSORS_DTYPES
 from weightsync.store.objects import Listed, ObjectStore
 from weightsync.store.region import StoredRegion
 from weightsync.store.restore import check_object, export, tensors_of

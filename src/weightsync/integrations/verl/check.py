@@ -23,12 +23,7 @@ _MODULE = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={_
 
 def findings() -> Iterator[Finding]:
     """Yield one finding after the other, where verl is installed."""
-    yield _ray()
-    yield _entry_point()
-    yield _registered()
-    yield _workers()
-    yield _token()
-    yield _coordinator()
+    yield from (check() for check in (_ray, _entry_point, _registered, _workers, _token, _coordinator))
 
 
 def _ray() -> Finding:

@@ -229,17 +229,9 @@ class BroadcastReader(ConnectedReader):
         watch.covers(self._group, self._receipt)
         return self._group
 
-    def _under_way(self) -> tuple[Channel, Receipt]:
-        if self._aborted:
-            self._drop()
-            raise Aborted("the transfer was aborted")
-        if self._channel is None or self._receipt is None:
-            raise ProtocolError("a transfer was continued that was not begun, or that failed")
-        return self._channel, self._receipt
-
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
-        channel, receipt = self._under_way()
+        channel, receipt = self._under_way(self._receipt)
         if not 0 <= group < len(self._groups):
             raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
         try:
@@ -253,7 +245,7 @@ class BroadcastReader(ConnectedReader):
 
     def end(self, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.end`."""
-        channel, receipt = self._under_way()
+        channel, receipt = self._under_way(self._receipt)
         try:
             frames = receipt.frames()
             self._wait_for_receipt(deadline)

@@ -7,11 +7,12 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
+from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
@@ -36,6 +37,7 @@ Dial = Callable[[Callable[[Channel], None], Deadline], Channel]
 
 _LARGEST = 1 << 62
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ConnectedReader(BlockingReader):
@@ -88,6 +90,15 @@ class ConnectedReader(BlockingReader):
     @abstractmethod
     def _unfinished(self) -> bool:
         """Whether something is left of a transfer that ended early."""
+
+    def _under_way(self, transfer: T | None) -> tuple[Channel, T]:
+        """The channel, and the transfer that was begun on it."""
+        if self._aborted:
+            self._drop()
+            raise Aborted("the transfer was aborted")
+        if self._channel is None or transfer is None:
+            raise ProtocolError("a transfer was continued that was not begun, or that failed")
+        return self._channel, transfer
 
     def _connected(self, deadline: Deadline) -> Channel:
         """A channel whose publisher knows what is wanted; connects again if the old one is gone."""

@@ -110,16 +110,11 @@ class ListeningPublisher(ABC):
                 address += f"/{fingerprint.hex()}"
                 make = functools.partial(EncryptedChannel, context=context)
             traits = msgspec.structs.replace(transport.traits, encrypted=encrypted)
-            self._offer = Offer(scheme=transport.name, address=address, host=local_host, traits=traits)
+            self.offer = Offer(scheme=transport.name, address=address, host=local_host, traits=traits)
             self._listener = Listener(sock, transport.name, check_key(key), publisher_id, self._accept, channel=make)
         except BaseException:
             sock.close()
             raise
-
-    @property
-    def offer(self) -> Offer:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        return self._offer
 
     def busy(self) -> AbstractContextManager[None]:
         """Give a context for a transfer: see :meth:`Listener.busy`."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import ProtocolError, WeightSyncError, from_wire
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
@@ -71,17 +71,9 @@ class StreamReader(ConnectedReader):
         error.add_note(_TOLD)
         raise error
 
-    def _running(self) -> tuple[Channel, _Arriving]:
-        if self._aborted:
-            self._drop()
-            raise Aborted("the transfer was aborted")
-        if self._channel is None or self._stream is None:
-            raise ProtocolError("a transfer was continued that was not begun, or that failed")
-        return self._channel, self._stream
-
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
-        channel, stream = self._running()
+        channel, stream = self._under_way(self._stream)
         if not 0 <= group < len(self._groups):
             raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
         try:
@@ -121,7 +113,7 @@ class StreamReader(ConnectedReader):
 
     def end(self, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.end`."""
-        channel, stream = self._running()
+        channel, stream = self._under_way(self._stream)
         try:
             deadline.remaining("ending the transfer")
             if stream.header.kind == CONTROL:

@@ -85,9 +85,9 @@ bench: $(VENV)/.installed ## how far this machine is from the floor; ARGS="--jso
 
 SEEDS ?= 10000
 simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
-	@$(BIN)/python -m tests.simulation --streams --seeds $$(($(SEEDS) / 5)) $(ARGS)
-	@$(BIN)/python -m tests.simulation --people --seeds $$(($(SEEDS) / 4)) $(ARGS)
+	@failed=0; for family in "--seeds $(SEEDS)" "--streams --seeds $$(($(SEEDS) / 5))" "--people --seeds $$(($(SEEDS) / 4))"; do \
+		$(BIN)/python -m tests.simulation $$family $(ARGS) || failed=1; \
+	done; exit $$failed
 
 SECONDS ?= 300
 fuzz: $(VENV)/.installed ## SECONDS=300 of coverage-guided search in every parser; what it finds lies in .fuzz/findings

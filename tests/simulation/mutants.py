@@ -236,6 +236,7 @@ def _resumed_after_quarantine() -> AbstractContextManager[None]:
     """Either guard would do alone: a resume that looks for aborts, and a quarantine that outlives its own deadline."""
 
     def broken(session: EngineSession, call: Ticket, deadline: Deadline) -> None:
+        session._due = None
         with session.turn(call, deadline):
             session._quarantine(call, deadline)
 

@@ -103,6 +103,27 @@ def test_an_engine_whose_adapter_raises_in_aborted_is_paused_all_the_same(adapte
     assert role.session.served_version is None
 
 
+def test_an_engine_whose_quarantine_has_arrived_serves_no_version(adapter: Stubborn, role: EngineRole) -> None:
+    """It lost its connection before the pause and reported on the new one that it serves: requests came, and were never
+    answered (schedule 8102)."""
+    quarantine = role.receive(Quarantine("other bytes were published"))
+    assert role.session.served_version is None
+    quarantine.run(5.0)
+    assert not adapter.generating
+    assert role.session.served_version is None
+
+
+def test_a_quarantine_that_is_late_takes_no_version_from_an_update_that_began_after_it(adapter: Stubborn, role: EngineRole) -> None:
+    quarantine = role.receive(Quarantine("too slow"))
+    role.handle(Pause("abort"), 5.0)
+    role.session.state, role.session.serving = "committed", VERSION
+    role.handle(Resume(), 5.0)
+    assert role.session.served_version == VERSION
+    quarantine.run(5.0)
+    assert adapter.generating
+    assert role.session.served_version == VERSION
+
+
 def test_a_pause_that_failed_is_made_up_for_by_the_quarantine(adapter: Stubborn, role: EngineRole) -> None:
     def fail(mode: PauseMode, timeout: float) -> None:
         raise RuntimeError("not now")
@@ -126,6 +147,6 @@ def test_an_engine_remembers_what_it_took_although_it_serves_it_no_more(role: En
 
 
 def test_schedules_that_found_something() -> None:
-    """A number used twice; an act that lasted until the calm; an adapter that raises in ``aborted``."""
-    for seed in (2_730_051, 2_730_133, 2_730_207):
+    """A quarantine that a new connection overtook; a number used twice; an act that lasted until the calm; ``aborted`` raises."""
+    for seed in (8_102, 2_730_051, 2_730_133, 2_730_207):
         assert not run_many([seed]).failed, seed

@@ -94,12 +94,10 @@ class EngineSession:
         self.state: State = "serving"
         self.serving: Version | None = None
         """The version whose bytes this rank holds, verified and committed; ``None`` before the first and during an update."""
-        self._update = 0
         self._abort_numbers = itertools.count(1)
-        self._aborts = 0
-        self._current = Ticket("nothing", 0, 0, 0)
-        self._in_turn = False
-        self._due: Ticket | None = None  # a quarantine that waits for its turn, or has given up waiting
+        self._update = self._aborts = 0
+        self._current, self._in_turn = Ticket("nothing", 0, 0, 0), False
+        self._due: Ticket | None = None  # a quarantine that has arrived, waits for its turn, or has given up waiting
         # Held while an abort is noted or the state changes, so that `served_version` stays true after an abort.
         self._changing = threading.Condition(threading.Lock())
         self.latest: Version | None = None
@@ -111,8 +109,8 @@ class EngineSession:
 
     @property
     def served_version(self) -> Version | None:
-        """The version that this rank generates with right now; ``None`` while it is paused, whatever it holds."""
-        return self.serving if self.state == "serving" else None
+        """The version that this rank generates with right now; ``None`` while it is paused, or soon is by a quarantine."""
+        return self.serving if self.state == "serving" and not self._concerns(self._due) else None
 
     @property
     def occupation(self) -> str:
@@ -130,9 +128,12 @@ class EngineSession:
         A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they. The
         adapter gets its ``reason``.
         """
-        if aborts and update == self._update:
+        if ends := aborts and update == self._update:
             self.abort(reason)
-        return Ticket(what, next(_numbers), self._aborts, update)
+        ticket = Ticket(what, next(_numbers), self._aborts, update)
+        if ends:
+            self._due = ticket  # from here on no version is served: a coordinator may ask before the quarantine has its turn
+        return ticket
 
     def abort(self, reason: str = "") -> None:
         """End every call that has arrived, soon. Never blocks; an engine that is paused stays paused."""
@@ -376,8 +377,7 @@ class EngineSession:
         """Drop caches made with the old weights, and name the bytes. Comes after :meth:`finish`."""
         self.require("written")
         self._calls.wake_cache()
-        stale = self._calls.flush()
-        if stale is not None:
+        if (stale := self._calls.flush()) is not None:
             raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
         self._become("committed")
         self.serving = version
@@ -401,11 +401,16 @@ class EngineSession:
                 raise Aborted(f"the update was aborted while {self.member} resumed; it is paused again") from None
             raise
 
+    def _concerns(self, due: Ticket | None) -> bool:
+        """Whether a quarantine is due, and no update that was begun after it has paused the engine: that one is not spoiled."""
+        return due is not None and due.update == self._update and self._calls.paused_by <= due.number
+
     def _quarantine(self, call: Ticket, deadline: Deadline) -> None:
-        self._due = None
-        if self.closed or call.update != self._update or self._calls.paused_by > call.number:
-            return  # an update that was begun after this quarantine has paused the engine, and is not spoiled
+        if self.closed or not self._concerns(call):
+            self._due = None
+            return
         self._invalidate()  # whatever pausing does
+        self._due = None  # not before: until then it is why no version is reported
         self._pause_late(deadline)
 
     def _pause_late(self, deadline: Deadline) -> None:
@@ -438,6 +443,5 @@ def load_all(
     except Exception as error:
         names = few((name for name, _ in tensors), 3)
         raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}): {error!r}") from error
-    missed = sum(1 for _ in left)
-    if missed:
+    if missed := sum(1 for _ in left):
         raise LoadError(f"the {name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket")

@@ -24,6 +24,9 @@ __all__ = ["CORRUPTIONS", "Simulated", "corrupted"]
 
 CORRUPTIONS = ("flipped bit", "swapped rows", "dropped piece", "repeated piece", "reordered pieces")
 
+_TOGETHER = 2
+"""Broadcasts of a window that other readers can break: after that the real sender sends to each reader alone."""
+
 
 def corrupted(payload: npt.NDArray[np.uint8], stale: npt.NDArray[np.uint8], kind: str, draw: Any) -> npt.NDArray[np.uint8]:
     """A copy of ``payload`` with one fault of ``kind``; ``stale`` is what lay there before; ``draw`` a :class:`random.Random`."""
@@ -78,6 +81,7 @@ class SimulatedReader(MappedReader):
         self.wake = Event()
         self._lost = False
         self._reading = False
+        self._broken = 0
         world.open_sources += 1
 
     def _publisher_lives(self) -> bool:
@@ -120,8 +124,10 @@ class SimulatedReader(MappedReader):
         """See :meth:`weightsync.transports.base.Reader.read`."""
         deadline = next(value for value in rest if isinstance(value, Deadline))
         kind = self._pass("read", deadline)
-        if self.world.broadcast_breaks():
+        if self._broken < _TOGETHER and self.world.broadcast_breaks():
+            self._broken += 1
             raise BroadcastBroken("another reader was told to leave")
+        self._broken = 0
         if self._owner_side.owner.lies and kind not in CORRUPTIONS:
             kind = CORRUPTIONS[0]
         clean: Any = self._addresses

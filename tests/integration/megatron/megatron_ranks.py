@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -240,7 +241,8 @@ def main() -> None:
     control, output = os.fdopen(orders), os.fdopen(results, "w")
     stand_in()
     for converters in ("megatron.bridge", "mbridge"):
-        import_module(converters)  # before ranks are forked: it takes seconds
+        if find_spec(converters):  # vLLM's environment has neither
+            import_module(converters)  # before ranks are forked: it takes seconds
     say(output, ready=True)
     for line in iter(control.readline, ""):
         given, folder = json.loads(line)

@@ -15,6 +15,7 @@ from weightsync.coordinator.ranks import AdapterRank, EngineRank, PublishingRank
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
 from weightsync.model.lora import check_adapter_name
+from weightsync.protocol.lora_messages import LorasRefused
 from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
@@ -138,6 +139,8 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
     async def answer(body: Body, timeout: float) -> Body:
         if isinstance(rank, AdapterRank):
             return await coordinator.loras.handle(rank.member, body, timeout)
+        if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
+            return coordinator.loras.refused(rank, body)
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
             return Published(await coordinator.publish(rank.member, body, timeout))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):

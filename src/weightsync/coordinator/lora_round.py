@@ -22,20 +22,21 @@ from msgspec import structs
 from weightsync import failpoints
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
-from weightsync.coordinator.rank_handle import RoundDeadline, bounded, on_all
+from weightsync.coordinator.rank_handle import bounded, on_all
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import round_result
 from weightsync.coordinator.round import place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.coordinator.sources import ranks_of
-from weightsync.errors import PlanMismatch, RoundFailed, VersionError, WeightSyncError, to_wire
+from weightsync.errors import DeadlineExceeded, PlanMismatch, RoundFailed, VersionError, WeightSyncError, to_wire
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label
 from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Done, Moved, Prepared, ReplicaResult, RoundResult
 
 _log = logging.getLogger(__name__)
+_DROP_SECONDS = 300.0  # for which a call to drop versions may wait in a rank
 _ONE_BUCKET = 1 << 60
 """Larger than any adapter: an engine rank stages it in one piece."""
 
@@ -198,23 +199,28 @@ class LoraRound:
 
 
 def takes(replica: Replica, spec: AdapterSpec, *, late: bool) -> bool:
-    """Whether a replica has the base of an adapter; or, if it gets it ``late``, a base with which others have kept it."""
+    """Whether a replica has the base of an adapter; or, if it gets it ``late``, a later base, with which others have kept it."""
+    has = replica.version
     if spec.base is None:
-        return replica.state == "registered" and replica.version is None
-    kept = late and spec.on_base_update == "keep" and replica.version is not None
-    return kept or replica.version == spec.base
+        return replica.state == "registered" and has is None
+    kept = late and spec.on_base_update == "keep" and has is not None and has.order >= spec.base.order
+    return kept or has == spec.base
 
 
 async def drop(engines: Engines, name: str, numbers: Sequence[int], seconds: float) -> list[str]:
-    """Let every rank that can be reached drop these versions, within ``seconds``. Returns the errors of the others."""
-    limit = RoundDeadline(seconds)
+    """Let every rank drop these versions. Returns the errors of those that have not within ``seconds``.
 
-    async def one(member: str) -> str:
-        try:
-            await on_all("drop", limit, {member: engines[member]}, DropLora(name, tuple(numbers)), Done)
-        except WeightSyncError as error:
-            _log.warning("%s could not be told to drop versions of %s: %s", member, name, error)
-            return str(error)
-        return ""
-
-    return [error for error in await asyncio.gather(*map(one, engines)) if error]
+    The call is not withdrawn then: a rank that is stopped or busy drops them later, and one that reconnects says what it has.
+    """
+    message = DropLora(name, tuple(numbers))
+    asked = {member: link.start(link.ask(message, Done, _DROP_SECONDS)) for member, link in engines.items()}
+    errors: list[str] = []
+    if asked:
+        await asyncio.wait(asked.values(), timeout=seconds)
+    for member, outcome in asked.items():
+        outcome.add_done_callback(lambda late: late.cancelled() or late.exception())
+        error = outcome.exception() if outcome.done() else DeadlineExceeded(f"no answer within {seconds:g} s")
+        if error is not None:
+            errors.append(f"{member} could not be told to drop versions of {name}: {error}")
+            _log.warning("%s", errors[-1])
+    return errors

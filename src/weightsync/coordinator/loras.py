@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import AdapterRank, RankNode
+from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round_context import RoundContext
@@ -33,7 +33,7 @@ from weightsync.coordinator.status import AdapterStatus
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
 from weightsync.model import Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name
-from weightsync.protocol.lora_messages import HeldLora, Retired, RetireLora
+from weightsync.protocol.lora_messages import HeldLora, LorasRefused, Retired, RetireLora
 from weightsync.protocol.messages import Body, CannotPublish, Done, Publish, Published, RoundResult
 
 _log = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class Loras:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._delivering: asyncio.Task[None] | None = None
         self._news = False  # since it looked
+        self._withdrawn = set[tuple[str, str]]()
+        """Replicas and labels that a rank dropped by itself, perhaps before all ranks had registered them."""
         self.rounds = 0
 
     # Membership.
@@ -142,10 +144,23 @@ class Loras:
                 rest[version.run].append(version.number)
                 _log.info("replica %s reports %s, which is retired or not on all of its ranks: it is dropped", replica.name, label)
         self._held[replica.name] = served
-        for name, numbers in rest.items():
+        self._drop(replica, rest)
+        self.bring_missing()
+
+    def refused(self, rank: EngineRank, body: LorasRefused) -> Done:
+        """A rank has dropped versions by itself: its replica serves them no longer."""
+        replica, numbers = self._members.replicas[rank.hello.name], defaultdict[str, list[int]](list)
+        for version in body.versions:
+            numbers[version.run].append(version.number)
+            self._withdrawn.add((replica.name, adapter_label(version.run, version.number)))
+        self._drop(replica, numbers)
+        return Done()
+
+    def _drop(self, replica: Replica, versions: Mapping[str, Sequence[int]]) -> None:
+        """Let all ranks of a replica drop versions, by name, of which some have no part."""
+        for name, numbers in versions.items():
             self._forget(replica, {adapter_label(name, number) for number in numbers})
             self._spawn(drop(replica.members(), name, numbers, self._settings.grace))
-        self.bring_missing()
 
     def _forget(self, replica: Replica, labels: Collection[str]) -> None:
         """Record that no rank of a replica serves these versions any more."""
@@ -155,6 +170,7 @@ class Loras:
 
     def replica_left(self, replica: str) -> None:
         """A rank of a replica is gone."""
+        self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
         for label, lora in self._held.pop(replica, {}).items():
             record = self._names[lora.version.run]
             record.publications.withdraw(f"{replica} {label}")
@@ -244,6 +260,7 @@ class Loras:
             keyed=self._keyed, planner=self._planner, announced=partial(asyncio.sleep, 0), step=asked.step, calls=asked.calls,
             left_out=() if seeding else [left_out(replica) for replica in self._members.left_out() if replica.name in self._held],
         )  # fmt: skip
+        self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
         result = await LoraRound(context, spec, source, turns, self._registered).run()
         if not seeding:
@@ -251,11 +268,12 @@ class Loras:
         return result
 
     def _registered(self, replica: Replica, version: Version, spec: AdapterSpec) -> None:
+        label = adapter_label(version.run, version.number)
         if version.number <= self._names[version.run].retired:  # meanwhile
             self._spawn(drop(replica.members(), version.run, (version.number,), self._settings.grace))
-        elif not _refused(spec, replica.version):
+        elif not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
             for known in (self._held.setdefault(replica.name, {}), *(link.loras for link in replica.links.values())):
-                known[adapter_label(version.run, version.number)] = HeldLora(version, spec)
+                known[label] = HeldLora(version, spec)
 
     async def _retire(self, body: RetireLora, limit: RoundDeadline) -> Retired:
         check_adapter_name(body.name)

@@ -21,7 +21,7 @@ from weightsync.forks import Origin
 from weightsync.launch import place_in_world
 from weightsync.model import Version
 from weightsync.protocol.connection import CoordinatorConnection
-from weightsync.protocol.messages import PROTOCOL, Delivery, Hello
+from weightsync.protocol.messages import PROTOCOL, Body, Delivery, Hello
 from weightsync.protocol.round_log import LoggedCalls
 from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.transports.base import Transport
@@ -111,7 +111,8 @@ class Engine(Closeable):
         self._timeouts, self._url = settings.timeouts, replica_url()
         with ExitStack() as owned:
             self._role = EngineRole(
-                adapter, transports, self._host, progress=self._progress, bucket_bytes=bucket_bytes, buffers=staging_buckets,
+                adapter, transports, self._host, progress=self._progress, report=self._report, bucket_bytes=bucket_bytes,
+                buffers=staging_buckets,
                 encrypted=settings.data_encryption == "on", rank=rank, alone=world_size == 1, member=f"{replica}/{rank}",
             )  # fmt: skip
             if delivery == "direct" and self._role.layout is None:
@@ -146,6 +147,9 @@ class Engine(Closeable):
 
     def _progress(self, nbytes: int) -> None:
         self._link.progress(nbytes)
+
+    def _report(self, body: Body) -> None:
+        self._link.report(body, self._timeouts.heartbeat)
 
     def _lost(self, _: str) -> None:
         self._role.session.abort()

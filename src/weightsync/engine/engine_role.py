@@ -89,6 +89,7 @@ class EngineRole(SessionFront):
         transports: Sequence[Transport | str] | None,
         here: Host,
         progress: Callable[[int], None] = lambda nbytes: None,
+        report: Callable[[Body], None] = lambda body: None,
         *,
         bucket_bytes: int | None = None,
         buffers: int = 2,
@@ -131,7 +132,7 @@ class EngineRole(SessionFront):
             bucket_bytes=self.bucket_bytes, bounded=bucket_bytes is not None, buffers=buffers, encrypted=encrypted, rank=rank,
             check_memory=self._check_memory, progress=progress,
         )  # fmt: skip
-        self.loras = LoraRole(adapter, member, lambda: self.session.serving, self._fill_context)
+        self.loras = LoraRole(adapter, member, lambda: self.session.serving, self._fill_context, report)
 
     def receive(self, body: Body, update: int = 0) -> IncomingCall:
         """See :meth:`SessionFront.receive`. What is about LoRA adapters runs beside rounds."""

@@ -22,7 +22,7 @@ from weightsync.engine.session_front import SessionFront
 from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError, WeightSyncError
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
-from weightsync.protocol.lora_messages import DropLora, HeldLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Body, Moved, Prepared
 from weightsync.protocol.worker import IncomingCall
 from weightsync.tensors.shards import Shard
@@ -62,14 +62,21 @@ class _LoraStaging:
 class LoraRole(SessionFront):
     """Brings versions of adapters to one engine rank, on a separate thread.
 
-    ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do.
+    ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do. ``report`` tells the coordinator.
     """
 
     _points = "engine.lora"
 
-    def __init__(self, adapter: EngineAdapter, member: str, base: Callable[[], Version | None], context: FillContext) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        member: str,
+        base: Callable[[], Version | None],
+        context: FillContext,
+        report: Callable[[Body], None],
+    ) -> None:
         super().__init__(EngineSession(_NoWeights(), member, self._abort_work))
-        self._adapter, self._base = adapter, base
+        self._adapter, self._base, self._report = adapter, base, report
         self._context = replace(context, engine=self.session, progress=lambda nbytes: None)
         self._handlers = {
             PrepareLora: self._prepare, StageLora: self._stage, RegisterLora: self._register, DropLora: self._drop,
@@ -98,10 +105,16 @@ class LoraRole(SessionFront):
     def base_changed(self, base: Version | None) -> None:
         """The engine is about to serve ``base``: refuse adapters that are for other weights only. ``None``: unknown ones."""
         with self._visible:
-            for label, held in list(self._served.items()):
-                if held.spec.on_base_update == "refuse" and (base is None or held.spec.base != base):
-                    del self._served[label]
-                    self._adapter.drop_lora(label)
+            refused = {
+                label: held.version
+                for label, held in self._served.items()
+                if held.spec.on_base_update == "refuse" and (base is None or held.spec.base != base)
+            }
+            for label in refused:
+                del self._served[label]
+                self._adapter.drop_lora(label)
+            if refused:
+                self._report(LorasRefused(tuple(refused.values())))
 
     def _prepare(self, body: PrepareLora, deadline: Deadline) -> Prepared:
         spec, slots = body.spec, self.slots

@@ -109,8 +109,8 @@ class CoordinatorConnection(Closeable):
     ``hello`` is asked before every attempt, so that what the rank serves or published is current. ``receive`` is given each call of
     the coordinator when it arrives, and returns what runs it, which may block. ``on_welcome`` and ``on_lost`` tell of every
     connection made and lost. ``hello``, ``receive`` and the two callbacks run on the thread of all
-    links: they must return at once and not call back into the link, but for :meth:`progress`. The order of calls is
-    :meth:`connect` once, then anything, then :meth:`close`.
+    links: they must return at once and not call back into the link, but for :meth:`progress` and :meth:`report`. The order of calls
+    is :meth:`connect` once, then anything, then :meth:`close`.
     """
 
     def __init__(
@@ -218,6 +218,21 @@ class CoordinatorConnection(Closeable):
                 asked.withdraw(loop)  # Ctrl-C, too
             self._asked.discard(asked)
             del asked  # its error's traceback refers to this frame
+
+    def report(self, body: Body, timeout: float) -> None:
+        """As :meth:`call`, without waiting. What does not arrive within ``timeout`` seconds is lost. Never blocks."""
+        loop, asked = self._loop, _Asked("its link was closed")
+
+        async def ask() -> Body:
+            try:
+                return await self._ask(body, Deadline(timeout))
+            finally:
+                self._asked.discard(asked)
+
+        if loop is not None and not self._closed and not self._origin.elsewhere:
+            self._asked.add(asked)
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
+                loop.call_soon_threadsafe(asked.begin, ask)
 
     def progress(self, nbytes: int) -> None:
         """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""

@@ -59,6 +59,15 @@ class DropLora(Message, frozen=True):
     numbers: Annotated[tuple[_Number, ...], _Many]
 
 
+# Engine to coordinator.
+
+
+class LorasRefused(Message, frozen=True):
+    """This rank has dropped versions by itself, because its base changed and they are for that base only."""
+
+    versions: Annotated[tuple[Version, ...], _Many]
+
+
 # Trainer to coordinator.
 
 
@@ -76,4 +85,4 @@ class Retired(Message, frozen=True):
     errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], _Many] = ()
 
 
-LoraMessage = PrepareLora | StageLora | RegisterLora | DropLora | RetireLora | Retired
+LoraMessage = PrepareLora | StageLora | RegisterLora | DropLora | LorasRefused | RetireLora | Retired

@@ -36,6 +36,7 @@ from weightsync.tensors.shards import Shard, ShardedState, shard
 from weightsync.trainer.adapters import Adapters
 
 MODULES = ("0", "2")
+OPERATOR = "of-operators-only-0123456789"
 ROOT = Path(__file__).parents[3]
 
 
@@ -44,7 +45,9 @@ Made = Callable[..., "Fleet"]
 
 @pytest.fixture
 def made() -> Iterator[Made]:
-    settings = ServerSettings.load({"WEIGHTSYNC_REQUIRE": "0"}, port=0)  # replicas that failed are in the result
+    settings = ServerSettings.load(
+        {"WEIGHTSYNC_REQUIRE": "0", "WEIGHTSYNC_OPERATOR_TOKEN": OPERATOR}, port=0
+    )  # who failed is in the result
     with BackgroundServer(settings) as server, ExitStack() as owned:
         yield lambda **options: Fleet(Joined(server, owned), owned, **options)
 
@@ -374,6 +377,13 @@ def test_an_adapter_that_refuses_another_base_does_not_survive_an_update_from_ou
             outside.answer(Resume(), 20, update)
             with pytest.raises(VersionError, match="does not serve bob/code"), engine.in_use(5, adapter="bob/code"):
                 pass
+            assert fleet.wait_for(lambda: fleet.names() == ["alice/math@1"])  # before any round of the base
+        if delivered:  # seeded with the same base again, it gets what its source still holds
+            request = urllib.request.Request(f"{fleet.server.url}/v1/rounds", b'{"replicas": ["r0"]}', method="POST")
+            request.add_header("Authorization", f"Bearer {OPERATOR}")
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert json.load(answer)["ok"]
+            assert fleet.wait_for(lambda: fleet.names() == ["alice/math@1", "bob/code@1"])
         with engine.in_use(5, adapter="alice/math") as version:
             assert version is not None and version.number == 1
 

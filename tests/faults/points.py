@@ -87,7 +87,7 @@ LORA_POINTS = (
     "engine.lora.received.droplora",
     "engine.lora.drop",
 )
-"""Points of the publication of a LoRA adapter: see ``tests/integration/rounds/test_adapters.py``."""
+"""Points of the publication of a LoRA adapter: see :mod:`tests.simulation.lora_schedule`, and ``test_adapters.py``."""
 
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.simulation.clock import run
+from tests.simulation.lora_schedule import LoraSchedule, with_adapters
 from tests.simulation.people import PeopleWorld
 from tests.simulation.people_schedule import PeopleSchedule
 from tests.simulation.schedule import Outcome, Schedule, play
@@ -21,6 +22,9 @@ async def _run(seed: int) -> Outcome:
     if seed >= PEOPLE:
         people = PeopleWorld(seed)
         return await play(people, PeopleSchedule(people, seed), seed)
+    if seed < STREAMS and with_adapters(seed):
+        world = World(seed, adapters=True)
+        return await play(world, LoraSchedule(world, seed), seed)
     world = World(seed, streams=seed >= STREAMS)
     return await play(world, Schedule(world, seed), seed)
 

@@ -24,6 +24,7 @@ import weightsync.engine.fill.host_direct
 import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
 import weightsync.engine.fill.windows
+import weightsync.engine.lora_role
 import weightsync.engine.readers
 import weightsync.engine.receiver
 import weightsync.engine.served_weights
@@ -103,6 +104,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.engine_role, "time", clock),
         (weightsync.engine.served_weights, "time", clock),
         (weightsync.engine.session, "threading", locks),
+        (weightsync.engine.lora_role, "threading", locks),
         (weightsync.engine.readers, "time", clock),
         (weightsync.engine.fill.host_direct, "time", clock),
         (weightsync.engine.fill.streamed, "time", clock),

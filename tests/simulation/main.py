@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,9 @@ from typing import Any
 from tests.simulation.families import PEOPLE, STREAMS, run_schedule
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.fleet import run_fleet
+from tests.simulation.lora_schedule import LORA_FAULTS, LORA_STATES, with_adapters
 from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants_loras import LORA_MUTANTS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.people_schedule import PEOPLE_ACTIONS, PEOPLE_STATES
@@ -103,8 +106,11 @@ def run_many(seeds: Iterable[int]) -> Outcome:
 def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int | None, str]:
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
     first += STREAMS if name in STREAM_MUTANTS else PEOPLE if name in PEOPLE_MUTANTS else 0
+    seeds: Iterable[int] = range(first, first + most)
+    if name in LORA_MUTANTS:
+        seeds = itertools.islice(filter(with_adapters, itertools.count(first)), most)
     with MUTANTS[name]():
-        for count, outcome in enumerate(_outcomes(range(first, first + most)), 1):
+        for count, outcome in enumerate(_outcomes(seeds), 1):
             if outcome.failed:
                 return name, count, outcome.failed[0][1][0]
     return name, None, ""
@@ -122,7 +128,9 @@ def census(total: Outcome, *, streams: bool = False, people: bool = False) -> li
     if people:
         missing = [name for name in PEOPLE_ACTIONS if not total.injected[name]]
         return missing + [name for name in PEOPLE_STATES if not total.seen[name]]
-    return [name for name in ALL_FAULTS if not total.injected[name]] + [name for name in ALL_STATES if not total.seen[name]]
+    struck = {name.rpartition(" in ")[2] for name in total.injected}
+    missing = [name for name in ALL_FAULTS if not total.injected[name]] + [name for name in LORA_FAULTS if name not in struck]
+    return missing + [name for name in (*ALL_STATES, *LORA_STATES) if not total.seen[name]]
 
 
 def _print_census(total: Outcome) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from tests.simulation.installation import replaced
 from tests.simulation.mutants_deltas import DELTA_MUTANTS
+from tests.simulation.mutants_loras import LORA_MUTANTS
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
@@ -318,6 +319,7 @@ MUTANTS: dict[str, Mutant] = {
     "rounds run at the same time": _rounds_at_the_same_time,
     "pause answered before the engine stands": _pause_not_awaited,
     **DELTA_MUTANTS,
+    **LORA_MUTANTS,
     **PUBLICATION_MUTANTS,
     **MUTANTS_OF_CALLS,
     **STREAM_MUTANTS,

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tests.simulation.loras import SPOILED
 from tests.simulation.threads import Executor, Lock, Thread, threads
 from tests.simulation.weights import MANIFEST, MISFIT, Memory, Sharing, version_bytes
 
@@ -20,9 +21,11 @@ from weightsync.engine.engine import Engine
 from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill.filler import Filler
 from weightsync.engine.receiver import Receiver, _Handover
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, WeightSyncError
+from weightsync.engines.module_loras import ModuleLoras
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, LoadError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
 from weightsync.protocol.round_log import MissedReplicas
@@ -147,6 +150,8 @@ class Agent(Process, ABC):
         """What the region held before, for pieces that never arrive."""
         self.lies = False
         """Readers of the region find other bytes than were digested."""
+        self.points = ""
+        """Begins the names of the moments at which others read from it."""
         world.now_starting = self
 
     def refused(self) -> None:
@@ -214,6 +219,39 @@ class SimulatedAdapter(EngineAdapter):
         self._pass("resume")
         self._process.generating = True
         self._process.world.checked()
+        self._process.world.loras.look(self._process)
+
+    def lora_slots(self) -> LoraSlots | None:
+        return None if self._process.loras is None else self._process.loras.slots
+
+    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
+        self._loras.check(spec, manifest)
+
+    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        kind = self._pass("stage_lora")
+        copies = self._loras.stage(label, spec, tensors)
+        if kind == SPOILED:
+            next(iter(copies.values())).view(torch.int32)[0, 0] ^= 1
+        self._process.world.loras.staged(self._process, label)
+        return copies
+
+    def register_lora(self, version: Version) -> None:
+        self._pass("register_lora")
+        self._loras.register(version)
+        self._process.world.loras.registered(self._process, version)
+
+    def drop_lora(self, label: str) -> None:
+        self._pass("drop_lora")
+        self._loras.drop(label)
+
+    def loras(self) -> Collection[str]:
+        return self._loras.labels()
+
+    @property
+    def _loras(self) -> ModuleLoras:
+        if self._process.loras is None:
+            raise ConfigurationError(f"{self._process.member} takes no adapters")
+        return self._process.loras
 
 
 class EngineProcess(Agent):
@@ -229,6 +267,8 @@ class EngineProcess(Agent):
         """Wrong bytes arrived in the running move."""
         self.wrecked = False
         """Its own program spoiled its parameters: until it takes another label, nothing good can be expected of its answers."""
+        self.loras = world.loras.of_an_engine()
+        """The adapters that it holds; ``None`` if it takes none."""
         self.memory.fill(-1, world.salt)
         self._known = {self.memory.expected(-1, world.salt): -1}
         self._content: int | None = -1
@@ -241,6 +281,7 @@ class EngineProcess(Agent):
             [self.world.scheme],
             self.host,
             progress=self._progress,
+            report=self._report,
             alone=ranks == 1,
             member=self.member,
         )
@@ -310,6 +351,9 @@ class EngineProcess(Agent):
     def _progress(self, nbytes: int) -> None:
         self.link.progress(nbytes)
 
+    def _report(self, body: Body) -> None:
+        self.link.report(body, 5.0)
+
     def written(self, corruption: str | None) -> None:
         """Bytes of the parameters may have changed."""
         self._stale = True
@@ -352,6 +396,7 @@ class EngineProcess(Agent):
 
     def _free(self, filler: Filler | None) -> None:
         self.role._release()
+        self.role.loras._release()
         if filler is not None:
             filler._owned.close()  # which a filler puts off while its receiver thread runs; that thread died without an end
 
@@ -398,27 +443,20 @@ class _Tiny(Stream):
 class TrainerProcess(Agent):
     """A trainer rank: the real :class:`~weightsync.Trainer` without its constructor, and a script that calls it."""
 
-    def __init__(self, world: World, rank: int, ranks: int, sharing: Sharing) -> None:
-        super().__init__(world, "trainer", rank, ranks)
+    _class: type[Trainer] = Trainer
+
+    def __init__(self, world: World, rank: int, ranks: int, sharing: Sharing, name: str = "trainer") -> None:
+        super().__init__(world, name, rank, ranks)
         self.sharing = sharing
         self.memory = self._make_memory()
         self.scribble()
-        prepared = self._state()
-        role: TrainerRole | StreamRole
-        if world.streams:
-            role = StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, rank, ranks)
-        else:
-            role = (_InPlaceRole if world.in_place else TrainerRole)(
-                prepared, [world.scheme], world.key, self.host, deltas=world.deltas
-            )  # fmt: skip
-            role._placer = _Placer(self, role._placer)
-        self.role = role
+        self.role = role = self._make_role()
         if not isinstance(role.region, PublishedRegion):
             raise RuntimeError("a simulated trainer rank publishes from host memory")
         self.region = role.region
         self.stale = np.zeros(max(self.region.nbytes, 1), np.uint8)
         self.publishing = False
-        self.trainer = Trainer.__new__(Trainer)
+        self.trainer = self._class.__new__(self._class)
         fields = {
             "rank": rank, "world_size": ranks, "_run": "", "_session": Secret(self.session), "_published": -1, "_host": self.host,
             "_origin": Origin(), "_role": role, "_publishing": Lock(), "_background": Executor(1, "publish"),
@@ -440,6 +478,17 @@ class TrainerProcess(Agent):
 
     def _make_memory(self) -> Memory:
         return Memory(self.rank, self.ranks, self.sharing)
+
+    def _make_role(self) -> TrainerRole | StreamRole:
+        world = self.world
+        if world.streams:
+            return StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, self.rank, self.ranks)
+        return self._placing(_InPlaceRole if world.in_place else TrainerRole, world.deltas)
+
+    def _placing(self, kind: type[TrainerRole], deltas: int = 0) -> TrainerRole:
+        role = kind(self._state(), [self.world.scheme], self.world.key, self.host, deltas=deltas)
+        role._placer = _Placer(self, role._placer)
+        return role
 
     def _state(self) -> Any:
         """What the trainer is made of."""

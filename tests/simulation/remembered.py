@@ -20,6 +20,7 @@ import weightsync.engine.engine_role
 import weightsync.engine.fill.filler
 import weightsync.engine.fill.streamed
 import weightsync.engine.fill.windows
+import weightsync.engine.lora_role
 import weightsync.engine.read_back
 import weightsync.protocol.dial
 import weightsync.publishing.listed_changes
@@ -175,6 +176,7 @@ REMEMBERED: tuple[tuple[Any, str, Any], ...] = (
     (weightsync.trainer.trainer_role, "DigestConstants", _constants),
     (weightsync.engine.fill.streamed, "available_bytes", _available),
     (weightsync.engine.fill.windows, "available_bytes", _available),
+    (weightsync.engine.lora_role, "available_bytes", _available),
     (weightsync.publishing.listed_changes, "available_bytes", _available),
     (weightsync.publishing.published_shards, "packed_layout", _remembering(packed_layout, _boxes)),
     (weightsync.transports.host.memory, "available_bytes", _available),

@@ -66,7 +66,7 @@ class _Publication:
         self.told: dict[str, Any] = {}
         self.asked: dict[str, TrainerProcess] = {}
         self.over = asyncio.Event()
-        self._last = 0.0
+        self._last, self._jumped = 0.0, world.jumped
 
     def ask(self, trainer: TrainerProcess, after: float, number: int | None = None) -> None:
         world = self.world
@@ -83,7 +83,10 @@ class _Publication:
             self._note(outcome)
             self.look()
 
-        trainer.publish(self.number if number is None else number, self.timeout, self.snapshot, after, told)
+        self._begin(trainer, self.number if number is None else number, after, told)
+
+    def _begin(self, trainer: TrainerProcess, number: int, after: float, told: Any) -> None:
+        trainer.publish(number, self.timeout, self.snapshot, after, told)
 
     def _note(self, outcome: Any) -> None:
         seen = self.world.seen
@@ -103,12 +106,11 @@ class _Publication:
     async def end(self) -> None:
         """Wait for everybody; whoever is not told in time hangs."""
         loop = self.world.loop
-        jumped = self.world.jumped
         while not self.over.is_set():
             resumed = max(
                 (max(one.stalled_until, one.gathers_until) + self.timeout + 2 * _SLACK for one in self.asked.values()), default=0.0
             )
-            left = max(self._last, resumed) + (self.world.jumped - jumped) - loop.time()
+            left = max(self._last, resumed) + (self.world.jumped - self._jumped) - loop.time()
             if left <= 0:
                 waiting = [trainer for session, trainer in self.asked.items() if session not in self.told and trainer.alive]
                 if waiting:
@@ -123,6 +125,9 @@ class _Publication:
 
 class Schedule:
     """The course of one run: who takes part, what is published, and what goes wrong meanwhile."""
+
+    later: tuple[str, ...] = ()
+    """Moments that may come after the publication of an act."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -177,6 +182,7 @@ class Schedule:
         if world.serving and self.relayed.random() < 0.7:
             one = source_fault(self.relayed, list(engines))
             world.pending[one.member, one.point] = one
+        self.beside(engines)
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
         timeout = draw.uniform(0.02, 3.0) if "publisher in a hurry" in names else draw.choice((12.0, 25.0, 40.0))
         if draw.random() < 0.85:
@@ -185,12 +191,15 @@ class Schedule:
             await asyncio.sleep(draw.uniform(0.1, 5.0))
         for timer in timers:
             timer.cancel()
-        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS, "source"}  # a re-seed comes after the publication
+        later = {*ENGINE_REPAIR_POINTS, *SOURCE_POINTS, *self.later, "source"}  # a re-seed comes after the publication
         for key in [key for key in world.pending if key[1] not in later]:
             del world.pending[key]
         world.duplicating = False
         self.start_replica("r0")
         await asyncio.sleep(draw.choice((0.0, 0.02, draw.uniform(0.0, 1.0), draw.uniform(1.0, 30.0))))
+
+    def beside(self, engines: dict[str, str]) -> None:
+        """Plan what else happens in an act."""
 
     async def publish(self, timeout: float, snapshot: bool, names: set[str], blink: bool = False) -> _Publication:
         draw, world = self.draw, self.world

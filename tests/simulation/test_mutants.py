@@ -25,6 +25,8 @@ QUICK = {
     "seeded from memory that was withdrawn": ("spoiled",),
     "windows of a stream are freed before they were read": ("infected", "stuck", "torn"),
     "a replica that failed still holds windows": ("infected", "stuck"),
+    "an adapter's base is not compared": ("mislabelled",),
+    "an adapter is registered before it is verified": ("mislabelled",),
     "digests of a stream are not compared": ("mislabelled", "torn"),
     "an iterator is left when its stream fails": ("undrained",),
     "parameters that moved before the pause are not followed": ("mislabelled",),

@@ -5,21 +5,25 @@ The whole campaign is ``make simulate``. A schedule that fails here is repeated 
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import weakref
 
 import pytest
+from tests.faults.points import LORA_POINTS
 from tests.simulation import families
 from tests.simulation.families import PEOPLE, STREAMS
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
+from tests.simulation.lora_schedule import LORA_STATES, with_adapters
 from tests.simulation.main import _outcomes, census, main, run_all, run_many
 from tests.simulation.schedule import Outcome
 from tests.simulation.world import World
 
 SCHEDULES = 200
 STREAM_SCHEDULES = 60
+LORA_SCHEDULES = 50
 PEOPLE_SCHEDULES = 40
 RARE = 30
 """How many of all names a few hundred schedules may miss."""
@@ -48,6 +52,14 @@ def test_no_invariant_is_violated_by_streams() -> None:
 
 
 @pytest.mark.timeout(180)
+def test_no_invariant_is_violated_by_adapters_and_every_point_of_them_is_visited() -> None:
+    outcome = run_many(itertools.islice(filter(with_adapters, itertools.count(SCHEDULES)), LORA_SCHEDULES))
+    check(outcome)
+    assert not [point for point in LORA_POINTS if not outcome.seen[point]]
+    assert not [name for name in LORA_STATES if not outcome.seen[name]]
+
+
+@pytest.mark.timeout(180)
 def test_no_invariant_is_violated_by_people_or_thieves() -> None:
     outcome = run_all(range(PEOPLE, PEOPLE + PEOPLE_SCHEDULES), 2)
     check(outcome)
@@ -63,7 +75,7 @@ def test_a_schedule_that_is_over_leaves_nothing_in_memory(monkeypatch: pytest.Mo
             super().__init__(seed)
             worlds.append(weakref.ref(self))
 
-    monkeypatch.setattr(families, "World", lambda seed, streams: Seen(seed))
+    monkeypatch.setattr(families, "World", lambda seed, **options: Seen(seed))
     left = [sum(world() is not None for world in worlds) for _ in _outcomes(range(4))]
     assert left == [1, 1, 1, 1], "all but the last one, whose garbage is collected before the next one begins"
 

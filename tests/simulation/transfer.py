@@ -97,10 +97,10 @@ class SimulatedReader(MappedReader):
 
     def _pass(self, point: str, deadline: Deadline) -> str | None:
         """Time passes, and whatever the schedule wants to happen here."""
-        world, engine = self.world, self.engine
+        world, engine, owner = self.world, self.engine, self._owner_side.owner
         if point == "read":
-            world.at_source(engine, self._owner_side.owner)
-        seconds, kind = world.at_point(engine, point, fast=0.002)
+            world.at_source(engine, owner)
+        seconds, kind = world.at_point(engine, owner.points + point, fast=0.002)
         if kind == "lost":
             self._lost = True
         self.wake.clear()
@@ -143,7 +143,9 @@ class SimulatedReader(MappedReader):
         finally:
             self._reading = False
             self._addresses = clean
-            if not (0 <= group < len(self._groups)) or self._groups[group].keys is not None:  # lists of changes have no keys
+            if self._owner_side.owner.points:  # which is not for the engine's parameters
+                self.world.corruptions += kind in CORRUPTIONS
+            elif not (0 <= group < len(self._groups)) or self._groups[group].keys is not None:  # lists of changes have no keys
                 self.engine.written(kind)
 
     def abort(self) -> None:
@@ -174,7 +176,9 @@ class Simulated(Transport):
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> SimulatedReader:
         """See :class:`weightsync.transports.base.Transport`."""
         engine = self.world.current_engine()
-        seconds, kind = self.world.at_point(engine, "connect", fast=0.002)
+        owner = self.owners.get(offer.address)
+        points = "" if owner is None else owner.owner.points
+        seconds, kind = self.world.at_point(engine, f"{points}connect", fast=0.002)
         threads().sleep(min(seconds, deadline.remaining("connecting")))
         owner = self.owners.get(offer.address)
         if owner is None or kind in ("fail", "lost"):

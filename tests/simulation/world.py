@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.faults.points import STREAM_POINTS
+from tests.faults.points import LORA_POINTS, STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
 from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, SOURCE_LIE, Pending
+from tests.simulation.loras import Loras
 from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from tests.simulation.threads import Threads, threads
 from tests.simulation.transfer import Simulated
@@ -26,6 +28,7 @@ __all__ = ["World", "running_process"]
 running_process: ContextVar[Process | None] = ContextVar("process", default=None)
 _MOST_VIOLATIONS = 20
 _UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
+_REACHED = GATES | {*STREAM_POINTS, *LORA_POINTS}
 _BACK = 4.0  # seconds in which a connection that was lost has mostly come back
 
 
@@ -38,7 +41,7 @@ class World:
     people = False
     """Whether programs move their parameters, and look for where they are is real."""
 
-    def __init__(self, seed: int, *, streams: bool = False) -> None:
+    def __init__(self, seed: int, *, streams: bool = False, adapters: bool = False) -> None:
         self.streams = streams
         self.sharing = streams and seed % 2 == 1
         """Whether readers share the broadcasts of a stream."""
@@ -84,6 +87,11 @@ class World:
         self.torn = self.mislabelled = self.uncaught = self.corruptions = 0
         self.steps = 0
         self.trail: list[str] = []
+        self.loras = Loras(self, adapters)
+        """Adapters, where somebody publishes them."""
+        self.publishers: dict[str, Agent] = {}
+        """Ranks that publish adapters, by member."""
+        self._remade: dict[str, Callable[[World], Agent]] = {}
         self.impostors: list[EngineProcess] = []
         self.misfit: EngineProcess | None = None
         """An engine that does not hold the trainer's tensors."""
@@ -187,6 +195,12 @@ class World:
         self.trainers[process.member] = process
         return process
 
+    def start_publisher(self, make: Callable[[World], Agent]) -> None:
+        """A new process for a rank that publishes adapters; ``make`` makes it."""
+        process = make(self)
+        process.troubled_until = self.loop.time()
+        self.publishers[process.member], self._remade[process.member] = process, make
+
     def impostor(self, engine: EngineProcess) -> None:
         """A second process for the same rank: refused for as long as the first one's connection stands; it soon gives up."""
         name, rank = engine.name, engine.rank
@@ -210,6 +224,9 @@ class World:
         self.restarting.discard(dead.member)
         if isinstance(dead, CoordinatorProcess):
             self.start_coordinator()
+        elif dead.member in self.publishers:
+            if not self.publishers[dead.member].alive:
+                self.start_publisher(self._remade[dead.member])
         elif isinstance(dead, EngineProcess):
             if not self.engines[dead.member].alive:
                 self.start_engine(dead.name, dead.rank)
@@ -288,7 +305,8 @@ class World:
 
     def reached(self, point: str) -> None:
         """The code of a process reached a point of :mod:`weightsync.failpoints`."""
-        process = self.threads.process() if point in GATES or point in STREAM_POINTS else None
+        self.seen[point] += self.loras.taken and point in LORA_POINTS
+        process = self.threads.process() if point in _REACHED else None
         if process is not None and (process.member, point) in self.pending:
             seconds, _ = self.at_point(process, point, fast=0.002)
             if point == "trainer.streaming":
@@ -390,7 +408,8 @@ class World:
     def processes(self) -> list[Agent]:
         """Agents that live."""
         others = [] if self.misfit is None else [self.misfit]
-        return [one for one in (*self.engines.values(), *self.trainers.values(), *others) if one.alive]
+        agents = (*self.engines.values(), *self.trainers.values(), *self.publishers.values(), *others)
+        return [one for one in agents if one.alive]
 
     def corrupting(self) -> int:
         """Corruptions injected so far."""

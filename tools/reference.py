@@ -10,7 +10,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,13 @@ def _command(name: str, command: Any) -> str:
 
 def _commands() -> str:
     group = typer.main.get_command(cli)
-    listed = [(f"weightsync {name}", command) for name, command in group.commands.items()]  # type: ignore[attr-defined]
-    return "\n\n".join(_command(name, command) for name, command in [("weightsync", group), *listed])
+    return "\n\n".join(_command(*each) for each in _with_commands("weightsync", group))
+
+
+def _with_commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for below, each in getattr(command, "commands", {}).items():
+        yield from _with_commands(f"{name} {below}", each)
 
 
 def _errors() -> str:

@@ -11,6 +11,7 @@ import typer
 
 from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import Json
+from weightsync.errors import ConfigurationError, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.store.objects import ObjectStore
@@ -55,32 +56,20 @@ class _Opened:
     """A store, a run in it, and the run's public key."""
 
     def __init__(self, where: str | None, run: str | None, key: str | None) -> None:
-        from weightsync.config import ClientSettings, ServerSettings, variable
-        from weightsync.errors import ConfigurationError
-        from weightsync.server.store_key import kept_key
+        from weightsync.config import ClientSettings
         from weightsync.store.objects import ObjectStore
-        from weightsync.store.signing import public_key
 
-        where = where or ClientSettings.load().store
-        if where is None:
+        if (where := where or ClientSettings.load().store) is None:
             raise ConfigurationError("which store? Give --store, or set WEIGHTSYNC_STORE")
         self.store: ObjectStore = ObjectStore(where)
-        runs = self.store.folders()
-        if run is None and len(runs) != 1:
-            raise ConfigurationError(f"the store {where} has {len(runs)} runs: name one with --run ({', '.join(runs) or 'none'})")
-        self.run = run or runs[0]
-        text = key or variable("WEIGHTSYNC_STORE_PUBLIC_KEY")
-        kept = None if text else kept_key(ServerSettings.load(), self.run)
-        if not text and kept is None:
-            raise ConfigurationError(
-                f"the public key of run {self.run} is not known here: give --key, as `weightsync store key` prints it where the "
-                "coordinator of the run runs"
-            )
-        self.public = public_key(text) if kept is None else kept.public
-        self.public_text = text if kept is None else kept.public_text
+        runs = (run,) if run else self.store.folders()
+        if len(runs) != 1:
+            known = f"{len(runs)} runs: name one with --run ({', '.join(runs)})" if runs else "no versions: is it the trainer's?"
+            raise ConfigurationError(f"the store {where} has {known}")
+        self.run = runs[0]
+        self.public, self.public_text = _public_key(self.run, key)
 
     def order(self, version: str | None) -> tuple[int, int]:
-        from weightsync.errors import ConfigurationError
         from weightsync.model import parse_label
         from weightsync.store.catalog import orders
 
@@ -100,8 +89,21 @@ class _Opened:
         return load(self.store, self.run, order, self.public)
 
 
+def _public_key(run: str, key: str | None) -> tuple[bytes, str]:
+    from weightsync.config import ServerSettings, variable
+    from weightsync.server.store_key import kept_key
+    from weightsync.store.signing import public_key
+
+    if text := key or variable("WEIGHTSYNC_STORE_PUBLIC_KEY"):
+        return public_key(text), text
+    if kept := kept_key(ServerSettings.load(), run):
+        return kept.public, kept.public_text
+    raise ConfigurationError(
+        f"the public key of run {run} is not known here: give --key, as `weightsync store key` prints it at the coordinator"
+    )
+
+
 def _row(opened: _Opened, order: tuple[int, int]) -> dict[str, Any]:
-    from weightsync.errors import WeightSyncError
     from weightsync.model import label_of
 
     row: dict[str, Any] = {"version": label_of(opened.run, *order)}
@@ -272,8 +274,9 @@ def show_key(store: _Store = None, run: _Run = None, json: Json = False) -> None
     weightsync store key --run my-run
     ```
     """
-    opened = _Opened(store, run, None)
-    _say({"run": opened.run, "key": opened.public_text}, opened.public_text, json)
+    run = run or _Opened(store, None, None).run
+    text = _public_key(run, None)[1]
+    _say({"run": run, "key": text}, text, json)
 
 
 def _say(value: dict[str, Any], text: str, as_json: bool) -> None:

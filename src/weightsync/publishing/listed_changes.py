@@ -38,8 +38,8 @@ class ListedChanges:
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, most: bool | int, region: int, offset: int, share: int = _SHARE) -> None:
-        if most < 0:
-            raise ConfigurationError(f"deltas is True, or the most bytes that the changes of a version may take, not {most}")
+        if not isinstance(most, int) or most < 0:
+            raise ConfigurationError(f"deltas is True, or the most bytes that the changes of a version may take, not {most!r}")
         self.sections = Sections.of(manifest, layout)
         self._names = [manifest[int(layout.tensor[row])].name for row in _rows(layout)]
         self.nbytes = int(self.sections.nbytes.sum())

@@ -241,8 +241,8 @@ class Service:
         wanted = _number(request, "round", traces[-1].round if traces else 0, 1 << 62)
         traced = self._coordinator.traced(wanted)
         if traced is None:
-            kept = f"rounds {traces[0].round} to {traces[-1].round} are kept" if traces else "none is kept (WEIGHTSYNC_TRACES)"
-            raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no trace of round {wanted}; {kept}")
+            why = f"rounds {traces[0].round} to {traces[-1].round} are kept" if traces else "no round ended, or WEIGHTSYNC_TRACES=0"
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no trace of round {wanted}; {why}")
         return _json(traced.trace)
 
     async def _revoke(self, request: Request) -> Response:

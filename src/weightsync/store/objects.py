@@ -140,6 +140,8 @@ class ObjectStore:
         """Return the folders at the top."""
         import obstore
 
+        if self._files is not None and not os.path.exists(self.url):  # looking at a store makes no folder
+            return ()
         with self._errors("listing it"):
             return tuple(obstore.list_with_delimiter(self._store)["common_prefixes"])
 

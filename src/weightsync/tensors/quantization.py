@@ -42,6 +42,8 @@ def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -
     Raises:
         ConfigurationError: A format is unknown, a pattern matches nothing, or what it matches cannot be quantized.
     """
+    if not isinstance(patterns, Mapping):
+        raise ConfigurationError(f"quantize maps patterns to formats, as {{'*_proj.weight': 'fp8-block'}}, not {patterns!r}")
     used = dict.fromkeys(patterns, False)
     formats: dict[str, Format] = {}
     for spec in manifest:
@@ -49,8 +51,7 @@ def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -
         if pattern is None:
             continue
         used[pattern] = True
-        name = patterns[pattern]
-        if name is not None:
+        if (name := patterns[pattern]) is not None:
             formats[spec.name] = format_of(name)
             formats[spec.name].check(spec)
     unused = [pattern for pattern, matched in used.items() if not matched]

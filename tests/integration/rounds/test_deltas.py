@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -314,9 +315,10 @@ def test_a_replica_that_serves_an_older_version_gets_all_that_changed_since(join
     assert behind.holds(source) and same(source, target)
 
 
-def test_deltas_that_are_negative_are_refused(joined: Joined) -> None:
-    with pytest.raises(ConfigurationError, match="deltas"):
-        joined.trainer(model(), deltas=-1)
+@pytest.mark.parametrize("wrong", [-1, "yes"])
+def test_deltas_that_are_no_number_of_bytes_are_refused(joined: Joined, wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="deltas is True, or the most bytes"):
+        joined.trainer(model(), deltas=wrong)
 
 
 def test_two_trainer_ranks_list_the_changes_of_their_shards(joined: Joined) -> None:

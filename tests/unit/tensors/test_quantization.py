@@ -264,6 +264,8 @@ def test_what_cannot_be_quantized_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             formats_by_pattern(manifest, {pattern: name})
+    with pytest.raises(ConfigurationError, match=r"quantize maps patterns to formats, .* not 'fp8-block'"):
+        formats_by_pattern(manifest, "fp8-block")  # type: ignore[arg-type]
     assert formats_by_pattern(manifest, {"norm.*": None, "ids*": None, "e*": None, "*": "fp8-block"}) == {
         "odd.weight": format_of("fp8-block")
     }

@@ -13,7 +13,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _KnownRank:
     hello: Hello
     """What the rank said of itself when it joined, validated. Its session and credential, which are secrets, are hashes."""
     manifest: Manifest
@@ -25,7 +25,7 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class PublishingRank(_Rank):
+class PublishingRank(_KnownRank):
     """A rank from which engine ranks can read: of the trainer, or of a replica that serves its weights to others."""
 
     layout: Layout
@@ -41,7 +41,7 @@ class AdapterRank(TrainerRank):
 
 
 @dataclass(frozen=True)
-class EngineRank(_Rank):
+class EngineRank(_KnownRank):
     """An engine rank."""
 
     layout: Layout | None

@@ -182,9 +182,13 @@ def test_a_router_that_fails_delays_a_round_by_the_drain_at_most(
         assert any(str(sick.port) in line for line in told)
     assert not any(str(well.port) in line for line in told)
     headers = {"Authorization": f"Bearer {fleet.server.token}"}
-    metrics = httpx.get(f"{fleet.server.url}/metrics", headers=headers, trust_env=False).text
-    for fake, settled in ((sick, 0), (well, 1)):
-        assert f'weightsync_router_settled{{router="sglang+http://127.0.0.1:{fake.port}"}} {settled}.0' in metrics
+
+    def shown(router: Fake, settled: int) -> bool:
+        metrics = httpx.get(f"{fleet.server.url}/metrics", headers=headers, trust_env=False).text
+        return f'weightsync_router_settled{{router="sglang+http://127.0.0.1:{router.port}"}} {settled}.0' in metrics
+
+    wait_for("the other router to settle", lambda: shown(well, 1))  # it has, once its last answer was read
+    assert shown(sick, 0)
 
 
 def test_a_router_that_lost_its_state_gets_it_again_and_keeps_what_is_not_ours(

@@ -60,7 +60,7 @@ def test_a_process_ends_while_a_thread_of_it_waits_for_a_store(
 def test_ctrl_c_ends_a_command_that_waits_for_a_store(silent: tuple[socket.socket, Mapping[str, str]]) -> None:
     server, environment = silent
     command = "from weightsync.cli.main import main; main()"
-    with subprocess.Popen([sys.executable, "-c", command, "store", "ls", "--run", "run"], env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", command, "store", "ls"], env=environment) as process:
         try:
             server.accept()[0].close()  # it asks again, and waits
             with server.accept()[0]:

@@ -69,7 +69,7 @@ def replica_rows(status: Mapping[str, Any]) -> list[list[str]]:
     """What the page's table of replicas must show for ``/v1/status``, by name, without ages, pauses and places."""
     return sorted(
         [
-            replica["name"], replica["service"], version_text(replica), text_of(replica["staleness"]),
+            replica["name"], replica["service"].replace("_", " "), version_text(replica), text_of(replica["staleness"]),
             replica["verified"] or ("" if replica["version"] is None else "-"), f"{len(replica['ranks'])}/{replica['world_size']}",
         ]
         for replica in status["replicas"]

@@ -202,7 +202,7 @@ class PublishedShards(Publication):
 
     def release(self) -> None:
         """Keep none of the shards' memory alive until :meth:`follow`, where they are copied: a trainer may offload it."""
-        if self._followed is not None and self.quantized is None:
+        if self._followed is not None:
             self._followed.release()
 
     @contextmanager

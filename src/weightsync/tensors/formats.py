@@ -7,7 +7,7 @@ operations that IEEE 754 defines. The maximum of a block is an argument: it may 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -41,6 +41,8 @@ class Format(ABC):
 
     uses_whole = False
     """Whether the maximum of the whole matrix is needed, too."""
+    divides = False
+    """Whether values are divided by their factor, in the dtype of the matrix, and not multiplied by it in float32."""
 
     @property
     def fuses(self) -> bool:
@@ -93,8 +95,13 @@ class Format(ABC):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return ()
 
-    def more(self, spec: TensorSpec, whole: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Contents of the tensors after data and scales."""
+    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Contents of the tensor after data and scales, for each of these matrices, if there is one.
+
+        Args:
+            specs: The matrices.
+            wholes: Largest absolute value of each of them, if the format needs it.
+        """
         return ()
 
     @property
@@ -107,13 +114,13 @@ class Format(ABC):
         """Dtype of the published scales of a matrix of ``dtype``."""
 
     @abstractmethod
-    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales of blocks, as published, and the factors with which :meth:`codes` encodes their values.
 
         Args:
             maxima: Largest absolute values of the blocks, ``float32``.
             dtype: Dtype of the matrix.
-            whole: Largest absolute value of the whole matrix, if the format needs it.
+            whole: Largest absolute values of the whole matrices, of the shape of ``maxima``; ``maxima`` if the format needs none.
         """
 
     @abstractmethod
@@ -140,7 +147,7 @@ class _BlockFp8(Format):
     def scale_dtype(self, dtype: str) -> str:
         return "float8_e8m0fnu" if self.power else "float32"
 
-    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = maxima.clamp(min=_SMALLEST_MAXIMUM) / _constant(_FP8, maxima)
         if not self.power:
             return scales, scales.reciprocal()
@@ -159,6 +166,8 @@ class _Scaled(Format):
     lowest: float = -_FP8
     highest: float = _FP8
 
+    divides = True
+
     @property
     def data_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.packed == 1 else torch.int32
@@ -169,10 +178,10 @@ class _Scaled(Format):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return () if self.packed == 1 else (self._spec(spec, "weight_shape", (2,), "int64"),)
 
-    def more(self, spec: TensorSpec, whole: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return () if self.packed == 1 else (torch.tensor(spec.shape),)
+    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+        return () if self.packed == 1 else torch.tensor([spec.shape for spec in specs], device=wholes.device).unbind()
 
-    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = maxima.to(dtype) / _constant(self.half_range, maxima)
         scales = torch.where(scales == 0, _constant(torch.finfo(dtype).eps, scales), scales)
         return scales, scales
@@ -193,7 +202,7 @@ class _Mx(Format):
     def scale_dtype(self, dtype: str) -> str:
         return "uint8"
 
-    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         exponents = _ceiling_exponents(maxima / _constant(_FP8 if self.packed == 1 else _FP4, maxima))
         return exponents, torch.where(exponents == 0, _constant(1.0, maxima), _power(254 - exponents.int()))
 
@@ -222,17 +231,16 @@ class _Nvfp4(Format):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return (self._spec(spec, self.whole_name, (1,) if self.inverse else (), "float32"),)
 
-    def more(self, spec: TensorSpec, whole: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        scale = self._of_whole(whole)
-        return (scale.reciprocal().reshape(1) if self.inverse else scale.reshape(()),)
+    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+        scales = self._of_whole(wholes)
+        return torch.split(scales.reciprocal(), 1) if self.inverse else scales.unbind()
 
-    def _of_whole(self, whole: torch.Tensor | None) -> torch.Tensor:
-        if whole is None:
-            raise ValueError("the maximum of the whole matrix is needed")
-        scale = whole.reshape(()) / _constant(_FP8 * _FP4, whole)
+    @staticmethod
+    def _of_whole(whole: torch.Tensor) -> torch.Tensor:
+        scale = whole / _constant(_FP8 * _FP4, whole)
         return torch.where(scale == 0, _constant(1.0, whole), scale)
 
-    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         of_whole = self._of_whole(whole)
         scales = (maxima / _constant(_FP4, maxima) / of_whole).clamp(_LEAST_FP8_SCALE, _FP8).to(torch.float8_e4m3fn)
         return scales, of_whole.reciprocal() / scales.float()

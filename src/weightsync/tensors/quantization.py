@@ -6,6 +6,7 @@ exchange the maxima of these blocks, and of no others. The rank that holds the f
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from weightsync.arrays import Bools, Int8, Int64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.model import Box, Manifest, TensorSpec
+from weightsync.tensors.cuda.quantization import DeviceBatch
 from weightsync.tensors.formats import Format, format_of
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
 
@@ -30,8 +32,11 @@ ChooseFormats = Callable[[Manifest], Mapping[str, Format]]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _MEMBER = re.compile(rf"\b({'|'.join(name for group in _FUSED for name in group)})\b")
 _JOIN_SECONDS = 60.0
-_CHUNK = {"cpu": 1 << 18}  # elements that are encoded at a time
+_CHUNK = {"cpu": 1 << 18}  # elements that torch encodes at a time
 _CHUNK_ELSEWHERE = 1 << 24
+KERNELS_ON = {"cuda"}
+"""Types of devices whose shards are quantized by Triton's kernels."""
+_MOST_CELLS = 1 << 22  # of a batch: it takes up to 12 bytes of memory for each
 
 
 def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -> dict[str, Format]:
@@ -91,12 +96,13 @@ class _QuantizedShard(Shard):
 
 
 @dataclass(eq=False)
-class _Master:
+class Master:
     """A shard of a matrix that is quantized."""
 
     matrix: int
-    box: Box
-    tensor: torch.Tensor
+    shard: Shard
+    blocks: tuple[int, int]
+    """Rows and columns of a block."""
     first: tuple[int, int]
     """First block of each dimension that it touches."""
     grid: tuple[int, int]
@@ -105,6 +111,21 @@ class _Master:
     """Blocks whose first element it holds, numbered from :attr:`first`."""
     kept: dict[int, slice] = field(default_factory=dict)
     """Where its maxima are kept from the exchange on, if some are exchanged: of the blocks (0), of the whole matrix (1)."""
+
+    @property
+    def box(self) -> Box:
+        """Its place in the matrix."""
+        return self.shard.box
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its contents, as long as the shard has memory."""
+        return self.shard.tensor
+
+    @property
+    def cells(self) -> int:
+        """Number of blocks that it touches."""
+        return self.grid[0] * self.grid[1]
 
 
 class _Matrix:
@@ -142,6 +163,68 @@ class _Touched:
         return numbers.ravel() if all_of_them else numbers[self._cut[0][:, None] | self._cut[1]]
 
 
+class _ShardBatch:
+    """Shards of matrices in one format and dtype, encoded by torch, one after the other.
+
+    Cells are the blocks that each shard touches, in C order, shard by shard.
+    """
+
+    def __init__(self, numbers: Sequence[int], sources: Sequence[Master], matrix: _Matrix) -> None:
+        self.numbers, self.sources, self.matrix = numbers, sources, matrix
+        self.device = sources[0].tensor.device
+        self.counts = [source.cells for source in sources]
+        """Cells of each shard."""
+        self.lengths = torch.tensor(self.counts, device=self.device)
+
+    def maxima(self) -> torch.Tensor:
+        """Largest absolute values of the cells, ``float32[cells]``."""
+        return torch.cat([self._maxima(source).ravel() for source in self.sources])
+
+    def encode(self, factors: torch.Tensor, scales: torch.Tensor, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Write data (0) and scales (1) of each shard to its memory, with factors and scales of the cells."""
+        encoding, shares = self.matrix.format, (torch.split(factors, self.counts), torch.split(scales, self.counts))
+        for source, out, of_factors, of_scales in zip(self.sources, outs, *shares, strict=True):
+            grid = of_factors.view(source.grid)
+            for values, rows, columns in self._views(source):
+                part = grid[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
+                codes = encoding.codes(values, part[:, None, :, None]).flatten(2).flatten(0, 1)
+                first, end = columns.start // encoding.packed, columns.stop // encoding.packed
+                out[0][rows.start : rows.stop, first:end].copy_(encoding.pack(codes))
+            if 1 in out:
+                out[1].copy_(of_scales.view(source.grid)[source.owned].reshape(out[1].shape))
+
+    def _maxima(self, source: Master) -> torch.Tensor:
+        maxima = torch.zeros(source.grid, device=self.device)
+        for values, rows, columns in self._views(source):
+            part = maxima[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
+            torch.maximum(part, torch.linalg.vector_norm(values, torch.inf, dim=(1, 3)).float(), out=part)
+        return maxima
+
+    def _views(self, source: Master) -> Iterator[tuple[torch.Tensor, _Cut, _Cut]]:
+        """Yield the values of a shard in parts, ``[blocks of rows, rows, blocks of columns, columns]``, in the published dtype."""
+        tensor, extent = source.tensor, max(source.box.shape[1], 1)
+        most = max(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE) // max(tensor.shape[1], 1), 1)
+        for rows in _cuts(source.box.starts[0], source.box.stops[0], source.blocks[0], most):
+            for columns in _cuts(source.box.starts[1], source.box.stops[1], source.blocks[1], extent):
+                values = tensor[rows.start : rows.stop, columns.start : columns.stop].to(self.matrix.dtype)
+                high, wide = values.shape[0] // rows.count, values.shape[1] // columns.count
+                yield values.view(rows.count, high, columns.count, wide), rows, columns
+
+
+class _KernelBatch(_ShardBatch):
+    """Shards on a GPU, encoded by a launch for all of them."""
+
+    def __init__(self, numbers: Sequence[int], sources: Sequence[Master], matrix: _Matrix) -> None:
+        super().__init__(numbers, sources, matrix)
+        self._kernels = DeviceBatch(matrix.format, sources, matrix.dtype, self.device)
+
+    def maxima(self) -> torch.Tensor:
+        return self._kernels.maxima()
+
+    def encode(self, factors: torch.Tensor, scales: torch.Tensor, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        self._kernels.encode(factors, scales, outs)
+
+
 class QuantizedShards:
     """The manifest and shards to publish for ``shards``, with the matrices in ``formats`` quantized.
 
@@ -168,6 +251,7 @@ class QuantizedShards:
         self._names = list[str]()
         """A matrix of each grid of maxima."""
         self._kept = torch.zeros(0)
+        self._known = dict[bool, tuple[object, list[_ShardBatch]]]()
         self._matrices = [_Matrix(spec, formats[spec.name]) for spec in manifest if spec.name in formats]
         self._index = {matrix.spec.name: number for number, matrix in enumerate(self._matrices)}
         kept = [spec for spec in manifest if spec.name not in self._index]
@@ -188,7 +272,7 @@ class QuantizedShards:
         if [(shard.name, shard.box) for shard in masters] != before or manifest != self._plain:
             raise ConfigurationError("this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer")
         for source, master in zip(self._sources, masters, strict=True):
-            source.tensor = master.tensor
+            source.shard = master
         return ordered(self.manifest, [*(shard for shard in shards if shard.name not in self._index), *self._derived])
 
     @property
@@ -198,7 +282,7 @@ class QuantizedShards:
 
     # Geometry.
 
-    def _source(self, shard: Shard) -> _Master:
+    def _source(self, shard: Shard) -> Master:
         matrix = self._matrices[self._index[shard.name]]
         starts, stops, blocks = shard.box.starts, shard.box.stops, matrix.blocks
         packed = matrix.format.packed
@@ -213,7 +297,8 @@ class QuantizedShards:
             slice(-(-start // block) - low, high - low) for start, block, low, high in zip(starts, blocks, first, end, strict=True)
         ]
         grid = (end[0] - first[0], end[1] - first[1])
-        return _Master(self._index[shard.name], shard.box, shard.tensor, (first[0], first[1]), grid, (owned[0], owned[1]))
+        index, place = self._index[shard.name], (first[0], first[1])
+        return Master(index, shard, blocks, place, grid, (owned[0], owned[1]))
 
     def _parts(self, number: int) -> Iterator[Shard]:
         source = self._sources[number]
@@ -273,8 +358,11 @@ class QuantizedShards:
         self._slot_names = np.repeat(np.arange(len(sizes)), sizes)[chosen]
         positions, used = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         self._kept_size = 0
-        for source, of_source in zip(self._sources, touched, strict=True):
-            for level, (grid, cells) in enumerate(zip(grids[source.matrix], of_source, strict=True)):
+        for level in range(2):  # so that those of a batch follow one another
+            for source, of_source in zip(self._sources, touched, strict=True):
+                if level >= len(of_source):
+                    continue
+                grid, cells = grids[source.matrix][level], of_source[level]
                 blocks = bases[grid] + cells.numbers(all_of_them=True) if sizes[grid] else np.zeros(0, np.int64)
                 exchanged = np.flatnonzero(chosen[blocks])
                 if len(exchanged):
@@ -288,7 +376,7 @@ class QuantizedShards:
         if self._all_max is not None and tensor.numel():
             self._all_max(tensor, deadline)
 
-    def _touched(self, source: _Master) -> list[_Touched]:
+    def _touched(self, source: Master) -> list[_Touched]:
         """The blocks of each grid of its matrix that this shard touches."""
         matrix, box = self._matrices[source.matrix], source.box
         return [
@@ -312,11 +400,12 @@ class QuantizedShards:
         if self._sources:
             device = self._sources[0].tensor.device
             self._kept = torch.zeros(self._kept_size, device=device)
-            for source in self._sources:
-                if source.kept:
-                    maxima = self._maxima(source)
-                    for level, kept in source.kept.items():
-                        self._kept[kept] = maxima.max() if level else maxima.ravel()
+            for batch in self._batches([number for number, source in enumerate(self._sources) if source.kept], None):
+                maxima = batch.maxima()
+                if 0 in batch.sources[0].kept:
+                    self._keep(batch, 0, maxima, batch.counts)
+                if batch.matrix.format.uses_whole:
+                    self._keep(batch, 1, _wholes(batch, maxima), [1] * len(batch.counts))
             mine = self._kept[self._positions.to(device)].cpu()
             values.scatter_reduce_(0, self._used, torch.where(mine.isfinite(), mine, torch.inf), "amax")
         self._agree(values, deadline)
@@ -325,24 +414,6 @@ class QuantizedShards:
             raise _not_finite(self._names[int(self._slot_names[int(bad[0])])])
         if self._sources:
             self._kept[self._positions.to(device)] = values[self._used].to(device)
-
-    def _maxima(self, source: _Master) -> torch.Tensor:
-        """Largest absolute values of the parts of blocks in a shard, ``float32[grid]``."""
-        maxima = torch.zeros(source.grid, device=source.tensor.device)
-        for values, rows, columns in self._views(source):
-            part = maxima[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
-            torch.maximum(part, torch.linalg.vector_norm(values, torch.inf, dim=(1, 3)).float(), out=part)
-        return maxima
-
-    def _views(self, source: _Master) -> Iterator[tuple[torch.Tensor, _Cut, _Cut]]:
-        """Yield the values of a shard in parts, ``[blocks of rows, rows, blocks of columns, columns]``, in the published dtype."""
-        matrix, tensor = self._matrices[source.matrix], source.tensor
-        most = max(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE) // max(tensor.shape[1], 1), 1)
-        for rows in _cuts(source.box.starts[0], source.box.stops[0], matrix.blocks[0], most):
-            for columns in _cuts(source.box.starts[1], source.box.stops[1], matrix.blocks[1], matrix.shape[1]):
-                values = tensor[rows.start : rows.stop, columns.start : columns.stop].to(matrix.dtype)
-                high, wide = values.shape[0] // rows.count, values.shape[1] // columns.count
-                yield values.view(rows.count, high, columns.count, wide), rows, columns
 
     @torch.no_grad()
     def write(self, targets: Iterable[tuple[Shard, torch.Tensor]], stop: Int8) -> None:
@@ -356,33 +427,96 @@ class QuantizedShards:
         for shard, target in targets:
             if isinstance(shard, _QuantizedShard):
                 parts.setdefault(shard.source, {})[shard.part] = target
-        largest = list[torch.Tensor]()
-        for number, out in parts.items():
+        batches = self._batches(list(parts), next(iter(parts.values()))[0].device) if parts else []
+        bad = list[torch.Tensor]()
+        for batch in batches:
             if stop[0]:
                 raise Aborted("the copy of this version was stopped")
-            largest.append(self._write(self._sources[number], out))
-        bad = torch.nonzero(~torch.stack(largest).isfinite()) if largest else torch.zeros(0)
-        if len(bad):
-            raise _not_finite(self._matrices[self._sources[list(parts)[int(bad[0])]].matrix].spec.name)
+            bad.append(self._write(batch, [parts[number] for number in batch.numbers]))
+        for batch, cell in zip(batches, map(int, bad), strict=True):
+            if cell >= 0:
+                source = batch.sources[int(np.searchsorted(np.cumsum(batch.counts), cell, side="right"))]
+                raise _not_finite(self._matrices[source.matrix].spec.name)
 
-    def _write(self, source: _Master, out: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Quantize a shard to ``out``, by part; return its largest absolute value."""
-        matrix = self._matrices[source.matrix]
-        kept = {level: self._kept[kept].to(source.tensor.device) for level, kept in source.kept.items()}
-        maxima = kept[0].view(source.grid) if 0 in kept else self._maxima(source)
-        whole = kept.get(1, maxima.max()) if matrix.format.uses_whole else None
-        scales, factors = matrix.format.scales(maxima, matrix.dtype, whole)
-        for values, rows, columns in self._views(source):
-            part = factors[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
-            codes = matrix.format.codes(values, part[:, None, :, None]).flatten(2).flatten(0, 1)
-            first, end = columns.start // matrix.format.packed, columns.stop // matrix.format.packed
-            out[0][rows.start : rows.stop, first:end].copy_(matrix.format.pack(codes))
-        if 1 in out:
-            out[1].copy_(scales[source.owned].reshape(out[1].shape))
-        for extra, value in zip(range(2, len(matrix.specs)), matrix.format.more(matrix.spec, whole), strict=True):
-            if extra in out:
-                out[extra].copy_(value)
-        return maxima.max()
+    def _batches(self, numbers: Sequence[int], target: torch.device | None) -> list[_ShardBatch]:
+        """Sort shards into batches, which are kept for the next call. What is quantized goes to memory of ``target``, if given."""
+        tensors = [self._sources[number].tensor for number in numbers]
+        key = (target, numbers, [(tensor.device, tensor.dtype, tensor.stride(1) == 1) for tensor in tensors])
+        known = self._known.get(target is None)
+        if known is not None and known[0] == key:
+            return known[1]
+        sorted_ = dict[tuple[bool, Format, torch.dtype, torch.device, torch.dtype, bool], list[int]]()
+        for number, tensor in zip(numbers, tensors, strict=True):
+            source = self._sources[number]
+            matrix = self._matrices[source.matrix]
+            by_kernels = tensor.device.type in KERNELS_ON and target in (None, tensor.device) and tensor.stride(1) == 1
+            kind = (by_kernels and source.box.size > 0, matrix.format, matrix.dtype, tensor.device, tensor.dtype, 0 in source.kept)
+            sorted_.setdefault(kind, []).append(number)
+        batches = list[_ShardBatch]()
+        for kind, of_kind in sorted_.items():
+            ends = np.cumsum([self._sources[number].cells for number in of_kind])
+            first = 0
+            while first < len(of_kind):
+                before = ends[first - 1] if first else 0
+                last = max(int(np.searchsorted(ends, before + _MOST_CELLS, side="right")), first + 1)
+                sources = [self._sources[number] for number in of_kind[first:last]]
+                made = _KernelBatch if kind[0] else _ShardBatch
+                batches.append(made(of_kind[first:last], sources, self._matrices[sources[0].matrix]))
+                first = last
+        self._known[target is None] = key, batches
+        return batches
+
+    def _keep(self, batch: _ShardBatch, level: int, values: torch.Tensor, counts: Sequence[int]) -> None:
+        """Keep what shards of the batch share with others, of ``counts`` values for each shard."""
+        places = [source.kept.get(level) for source in batch.sources]
+        if (run := _run(places)) is not None:
+            self._kept[run] = values
+            return
+        ends = np.cumsum(counts).tolist()
+        for place, count, end in zip(places, counts, ends, strict=True):
+            if place is not None:
+                self._kept[place] = values[end - count : end]
+
+    def _write(self, batch: _ShardBatch, outs: Sequence[Mapping[int, torch.Tensor]]) -> torch.Tensor:
+        """Quantize shards to ``outs``, by part. Return the number of a cell that is not finite, or -1."""
+        sources, encoding = batch.sources, batch.matrix.format
+        if 0 in sources[0].kept:
+            maxima = _runs(self._kept, [source.kept[0] for source in sources]).to(batch.device)
+        else:
+            maxima = batch.maxima()
+        wholes = whole = maxima
+        if encoding.uses_whole:
+            wholes = _wholes(batch, maxima)
+            shared = [number for number, source in enumerate(sources) if 1 in source.kept]
+            if shared:
+                of_all = _runs(self._kept, [sources[number].kept[1] for number in shared])
+                wholes[torch.tensor(shared, device=batch.device)] = of_all.to(batch.device)
+            whole = wholes.repeat_interleave(batch.lengths, output_size=len(maxima))
+        scales, factors = encoding.scales(maxima, batch.matrix.dtype, whole)
+        batch.encode(factors, scales, outs)
+        more = encoding.more([self._matrices[source.matrix].spec for source in sources], wholes)
+        pairs = [(out[2], value) for out, value in zip(outs, more, strict=False) if 2 in out]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+        bad = torch.cat([~maxima.isfinite(), torch.ones(1, dtype=torch.bool, device=batch.device)]).to(torch.uint8).argmax()
+        return torch.where(bad < len(maxima), bad, -1)
+
+
+def _run(places: Sequence[slice | None]) -> slice | None:
+    """The slice that consists of these, if each follows the one before."""
+    known = [place for place in places if place is not None]
+    adjacent = len(known) == len(places) and all(place.stop == after.start for place, after in itertools.pairwise(known))
+    return slice(known[0].start, known[-1].stop) if known and adjacent else None
+
+
+def _runs(tensor: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
+    run = _run(places)
+    return torch.cat([tensor[place] for place in places]) if run is None else tensor[run]
+
+
+def _wholes(batch: _ShardBatch, maxima: torch.Tensor) -> torch.Tensor:
+    """Largest values of each shard's cells."""
+    return torch.segment_reduce(maxima, "max", lengths=batch.lengths, initial=0.0)
 
 
 def _fused_name(member: re.Match[str]) -> str:

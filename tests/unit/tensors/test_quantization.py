@@ -71,16 +71,17 @@ def quantize(
         TensorSpec(name, tuple(matrix.shape), dtype_name(dtype or matrix.dtype)) for name, matrix in matrices.items()
     )
     together = ranks or Ranks(len(shards))
+    device = next(iter(matrices.values())).device
 
     def work(rank: int) -> tuple[Manifest, list[tuple[Shard, torch.Tensor]]]:
         made = QuantizedShards(manifest, shards[rank], formats_by_pattern(manifest, patterns), together.of(rank))
         made.exchange(Deadline(20))
         filled = [
-            (shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype) if shard.tensor.is_meta else shard.tensor)
+            (shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype, device=device) if shard.tensor.is_meta else shard.tensor)
             for shard in made.shards
         ]
         made.write(filled, GO)
-        return made.manifest, filled
+        return made.manifest, [(shard, memory.cpu()) for shard, memory in filled]
 
     results = together.run(work)
     published: dict[str, torch.Tensor] = {}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weightsync.protocol.messages import Place, Placed
+from weightsync.tensors.quantization import formats_by_pattern
 from weightsync.tensors.shards import FollowedShards
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.hostinfo import this_host
@@ -65,6 +66,32 @@ def test_memory_that_a_program_offloads_is_free_at_once(published: int) -> None:
         assert later() is None
     finally:
         gc.enable()
+        role.close()
+
+
+def test_a_trainer_that_quantizes_keeps_none_either() -> None:
+    model = Model()
+    held = in_new_memory(model.first.weight)
+    role = TrainerRole(
+        model, [transport("inproc")], b"k" * 32, this_host(),
+        quantize=lambda manifest: formats_by_pattern(manifest, {"first.weight": "fp8-block"}),
+    )  # fmt: skip
+    try:
+        for number, value in ((1, 2.0), (2, 3.0)):
+            with torch.no_grad():
+                model.first.weight.fill_(value)
+            role.arm(number, number)
+            try:
+                assert isinstance(role.handle(Place(number, call=number), SECONDS), Placed)
+            finally:
+                role.disarm()
+            shards = dict(zip([spec.name for spec in role.manifest], role.layout.offset.tolist(), strict=True))
+            scale = torch.from_numpy(role.region.payload.copy())[shards["first.weight_scale_inv"] :][:4]  # type: ignore[union-attr]
+            assert float(scale.view(torch.float32)) == pytest.approx(value / 448)
+            later = in_new_memory(model.first.weight)
+            assert held() is None, "the trainer keeps memory alive that the program has left"
+            held = later
+    finally:
         role.close()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -95,7 +96,7 @@ def timed(work, times=5):
         work()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return min(seconds) * 1e3
+    return statistics.median(seconds) * 1e3
 
 
 def check_time(gigabytes):

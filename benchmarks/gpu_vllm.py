@@ -1,11 +1,12 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Direct delivery into a real vLLM by its plugin: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [ROUNDS [RANKS [TRANSPORT]]]``.
+"""Direct delivery into a real vLLM: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [ROUNDS [RANKS [TRANSPORT [FORMAT]]]]``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
 ``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
-parallel), and as many FSDP ranks of a trainer the last ones.
+parallel), and as many FSDP ranks of a trainer the last ones. ``FORMAT``: the trainer quantizes projections, as ``fp8-block``.
+With ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` vLLM's own reload of the same shapes, from tensors on its GPU, is timed after them.
 vLLM and weightsync's entry point are on the path.
 """
 
@@ -41,6 +42,7 @@ MOE = {
 PROMPTS = [[(11 * row + 7 * column * (row + 2)) % 509 + 3 for column in range(40)] for row in range(48)]
 COUNT = 12
 CHOSEN = 4
+PROJECTIONS = "*_proj.weight"
 
 
 def tiny(folder, moe=False):
@@ -72,11 +74,37 @@ def write_shapes(folder, tensors):
         file.truncate(8 + len(text) + end)
 
 
-def shapes_only(folder, manifest):
+def shapes_only(folder, manifest, quantized=False):
     """The checkpoint of the manifest, shapes only, and its configuration."""
-    kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
+    kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1)}
     write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
-    (Path(folder) / "config.json").write_text(json.dumps(MOE))
+    config = dict(MOE)
+    if quantized:
+        routers = [spec.name.removesuffix(".weight") for spec in manifest if spec.name.endswith("mlp.gate.weight")]
+        config["quantization_config"] = {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", *routers],
+        }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+
+
+def served(manifest, format_name):
+    """The manifest of what the trainer publishes."""
+    from weightsync.model import Manifest
+    from weightsync.tensors.quantization import formats_by_pattern
+
+    formats = formats_by_pattern(manifest, {PROJECTIONS: format_name}) if format_name else {}
+    return Manifest(made for spec in manifest for made in (formats[spec.name].specs(spec) if spec.name in formats else [spec]))
+
+
+def own_reload(worker, tensors):
+    """Seconds that vLLM's own reload takes, from tensors on its GPU; runs in its worker."""
+    weights = [(name, torch.zeros(shape, dtype=getattr(torch, dtype), device=worker.device)) for name, shape, dtype in tensors]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    worker.reload_weights(weights_iterator=iter(weights))
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def change(model, seed):
@@ -188,7 +216,7 @@ def check_tiny(ranks, transport, moe=False):
     print("RESULT " + json.dumps(seen), flush=True)
 
 
-def measure(name, rounds, ranks, transport):
+def measure(name, rounds, ranks, transport, format_name):
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
     from weightsync_bench.gpu_job import manifest_for
@@ -198,8 +226,11 @@ def measure(name, rounds, ranks, transport):
     job = {"name": "vllm", "model": name, "delivery": "direct", "on": list(range(count - ranks, count)), "to": list(range(ranks))}
     if transport:
         job["transport"] = transport
+    if format_name:
+        job["quantize"] = {PROJECTIONS: format_name}
+    manifest = served(manifest_for(name), format_name)
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server:
-        shapes_only(folder, manifest_for(name))
+        shapes_only(folder, manifest, bool(format_name))
         with vllm_joined(folder, True, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
             trainers = [
                 owned.enter_context(Peer("weightsync_bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
@@ -215,19 +246,22 @@ def measure(name, rounds, ranks, transport):
                 (replica,) = told["result"]["replicas"]
                 print(json.dumps({
                     **{name: replica[name] for name in ("version", "transports", "delivery", "verified")},
-                    "paused_ms": round(1000 * replica["paused_seconds"], 2),
+                    "paused_ms": round(1000 * replica["paused_seconds"], 2), "bytes": manifest.nbytes,
                     "publish_ms": round(1000 * (told["ended"] - told["begun"]), 2),
                     "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
                     "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
                 }), flush=True)  # fmt: skip
-            print("generates with the graphs captured before:", tokens(llm, attached)[1] != before)
+            print("generates with the graphs captured before:", tokens(llm, attached)[1] != before, flush=True)
+            if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1":
+                shapes = [(spec.name, spec.shape, spec.dtype) for spec in manifest]
+                print("vLLM's own reload, s:", [llm.collective_rpc(own_reload, args=(shapes,)) for _ in range(3)], flush=True)
 
 
 if __name__ == "__main__":
-    what, rounds, ranks, transport = [*sys.argv[1:], *["", "4", "1", ""][len(sys.argv) - 1 :]]
+    what, rounds, ranks, transport, format_name = [*sys.argv[1:], *["", "4", "1", "", ""][len(sys.argv) - 1 :]]
     if what in ("tiny", "moe"):
         check_tiny(int(ranks), transport, what == "moe")
     else:
-        measure(what, int(rounds), int(ranks), transport)
+        measure(what, int(rounds), int(ranks), transport, format_name)
     sys.stdout.flush()
     os._exit(0)

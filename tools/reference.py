@@ -310,14 +310,16 @@ def _doors() -> str:
     ]
     for row in json.loads((ROOT / "docs" / "data" / "doors.json").read_text())["rows"]:
         call, library, own = ("" if row[name] is None else _spread(row[name]) for name in ("call_ms", "library_ms", "own_ms"))
-        ratio = row["call_ms"][1] / row["library_ms"][1]
+        ratio = f"{row['call_ms'][1] / row['library_ms'][1]:.2f}"
+        if "library" in row:
+            library, ratio = f"{library}, {row['library']}", ""
         setup = f"{row['model']}; {row['machine']}; {row['versions']}; {row['date']}"
         own = f"{own}, {row['own']}" if own else row["own"]
         cells = (
             row["door"],
             call,
             library,
-            f"{ratio:.2f}",
+            ratio,
             f"{row['paused_ms']:g}",
             own,
             f"{row['delivery']}, `{row['verified']}`",

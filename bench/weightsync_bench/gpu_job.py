@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Whether trainer ranks hold float32, published as bfloat16."""
     changed: float = 1.0
     """The share of words that each round after the first changes. Below one, the trainer publishes with ``deltas``."""
+    quantize: dict[str, str] | None = None
+    """What ``Trainer(quantize=)`` is given."""
 
     def floor(self, manifest: Manifest, local: float, peer: float) -> tuple[float, int, int]:
         """Compute the time that moving the bytes takes at least, for the slowest rank.

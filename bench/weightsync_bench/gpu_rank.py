@@ -53,6 +53,7 @@ class _GpuTrainerRank:
     def __init__(self, job: Job, rank: int) -> None:
         self._rank, self._world, self._device = rank, len(job.on), job.on[rank]
         self._transport, self._dtype, self._changed = job.transport, torch.bfloat16 if job.masters else None, job.changed
+        self._quantize = job.quantize
         torch.cuda.set_device(self._device)
         # The mesh is never used for communication, so a fake process group is sufficient.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -79,7 +80,7 @@ class _GpuTrainerRank:
         started = time.perf_counter()
         self._trainer = Trainer(
             self._state, url, token=token, rank=self._rank, world_size=self._world, transports=[self._transport], dtype=self._dtype,
-            deltas=self._changed < 1,
+            deltas=self._changed < 1, quantize=self._quantize,
         )  # fmt: skip
         return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
 
@@ -88,7 +89,9 @@ class _GpuTrainerRank:
         torch.manual_seed(version * 1000 + self._rank)
         for part in self._local:
             if version == 0 or self._changed == 1:
-                part.view(torch.int16).random_(-32768, 32767)
+                words = part.view(torch.int16).random_(-32768, 32767)
+                if self._quantize:
+                    words &= 0xBFFF - 0x10000  # the numbers between -2 and 2
                 continue
             words = part.view(torch.int32 if part.itemsize == 4 else torch.int16)
             some = torch.rand(words.shape, device=words.device) < self._changed

@@ -63,6 +63,8 @@ class OwnerCall:
         self._given_up: str | None = None
         self._ended = 0, ""  # the number of a call that is over, and why
         self._refused: str | None = None
+        self._entered_name = 0
+        """The number of the last call that an update entered."""
 
     def serve(self, number: int | None, epoch: int | None, timeout: float, name: int = 0) -> float:
         """Let one update in and return at its end the seconds until it came. Runs on the framework's thread.
@@ -133,10 +135,11 @@ class OwnerCall:
     def ended(self, name: int, reason: str, refuse: bool) -> None:
         """End the call of this number, now or when it comes, unless an update has entered. Any thread.
 
-        With ``refuse`` the call has failed, and a pause does not wait for it, until the next call or the next :meth:`ended`.
+        With ``refuse`` the call has failed, and a pause does not wait for it, until the next call or the next :meth:`ended`. If an
+        update had entered the call, that update is over, and a pause is another update's, which waits for another call.
         """
         with self._changed:
-            self._ended, self._refused = (name, reason), reason if refuse else None
+            self._ended, self._refused = (name, reason), reason if refuse and name != self._entered_name else None
             self._end_waiting()
             self._changed.notify_all()
 
@@ -181,6 +184,7 @@ class OwnerCall:
                 )
             self._call.waited = self._call.deadline.seconds - self._call.deadline.left
             self._call.limit = Deadline(deadline.left + _GRACE)
+            self._entered_name = self._call.name
             self._changed.notify_all()
 
     def _taking(self, order: tuple[int, int] | None) -> bool:

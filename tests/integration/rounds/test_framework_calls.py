@@ -83,3 +83,28 @@ def test_a_publication_that_fails_before_a_round_ends_the_call(framework: Framew
     assert "last one is 5" in caught.value.__notes__[0]
     framework.publish(6)
     assert framework.engine.serving is not None and framework.engine.serving.number == 6
+
+
+def test_a_refusal_that_comes_late_does_not_end_the_next_attempt(framework: Framework) -> None:
+    """A load fails. The engine is seeded again, which waits for the framework's next call: the first call's end is no reason."""
+    adapter, called = framework.adapter, list[int]()
+    ended, serve = adapter.call.ended, adapter.call.serve
+    pauses = threading.Semaphore(0)
+
+    def noted(number: int | None, epoch: int | None, timeout: float, name: int = 0) -> float:
+        called.append(name)
+        return serve(number, epoch, timeout, name)
+
+    adapter.call.serve = noted  # type: ignore[method-assign]
+    adapter.call.ended = lambda *_: None  # type: ignore[method-assign]  # what the coordinator says is still on its way
+    pause = adapter.pause
+    adapter.pause = lambda mode, timeout: (pauses.release(), pause(mode, timeout))[1]  # type: ignore[method-assign, func-returns-value]
+    adapter.fault = ValueError("no room")
+    with pytest.raises(RoundFailed):
+        framework.publish(6)
+    adapter.fault = None
+    assert all(pauses.acquire(timeout=SECONDS) for _ in range(2)), "the engine is seeded again"
+    ended(called[0], "the framework's call of its engine failed: no room", refuse=True)
+    threading.Event().wait(0.3)
+    framework.calls.update(6, timeout=AT_ONCE)
+    assert framework.engine.serving is not None and framework.engine.serving.number == 6

@@ -84,6 +84,8 @@ class DeviceBatch:
             table[13] = [out[0].stride(0) for out in outs]
             table[14] = [out[1].data_ptr() if 1 in out else 0 for out in outs]
             table[16:20, table[14] == 0] = 0
+        elif self._placed.size:
+            table[12:] = self._placed[12:]  # which maxima do not need: so that the next call finds the table as it is
         if not np.array_equal(table, self._placed):
             self._table, self._placed = torch.from_numpy(table).to(self._device), table
             sizes = self._masters[0].tensor.itemsize, self._format.data_dtype.itemsize

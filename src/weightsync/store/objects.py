@@ -17,6 +17,7 @@ from weightsync.store.local_files import LocalFiles
 _REQUEST_SECONDS = 60
 _CONNECT_SECONDS = 5
 _RETRIES = 2
+_NOTE_PATH, _NOTE = "weightsync.txt", b"Versions of models, written by weightsync. List them with `weightsync store ls`.\n"
 _PART_BYTES, _PARTS_AT_ONCE = 8 << 20, 2
 
 
@@ -58,12 +59,24 @@ class ObjectStore:
         if missing:
             raise TransportUnavailable(missing)
         if self._files is None:
-            self.open()
+            with self._errors("opening it"):
+                _ = self._store
 
-    def open(self) -> None:
-        """Make the folder, if it is one and there is none. Only who writes needs that, and a write does it, too."""
-        with self._errors("opening it"):
-            _ = self._store
+    def check_writable(self) -> None:
+        """Write a small file that says what this is, so that a store that cannot be written is found before there is a version.
+
+        Raises:
+            TransportError: It cannot be written. The message says what to check.
+        """
+        try:
+            self.put(_NOTE_PATH, [_NOTE])
+        except TransportError as error:
+            check = (
+                "the bucket, AWS_ENDPOINT_URL, AWS_REGION and the credentials of this process"
+                if self._files is None
+                else "that it is a folder, that this user may write to it, and that its disk is not full"
+            )
+            raise TransportError(f"{error}. Check {check}, or leave WEIGHTSYNC_STORE out") from None
 
     @cached_property
     def _store(self) -> Any:  # noqa: ANN401 - obstore is optional

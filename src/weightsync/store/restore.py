@@ -85,29 +85,34 @@ def tensors_of(
 
 
 def export(store: ObjectStore, version: StoredVersion, folder: Path, deadline: Deadline, file_bytes: int = 4 << 30) -> list[Path]:
-    """Write a version as a checkpoint of Hugging Face's form, the index last. Returns the files.
+    """Write a version as a checkpoint of Hugging Face's form, the index last. Returns the files; if it fails, none is left.
 
     Raises:
         ConfigurationError: ``folder`` has a checkpoint, or cannot be written.
         WeightSyncError: What :func:`tensors_of` raises.
     """
     index = folder / "model.safetensors.index.json"
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob("*.safetensors")) or index.exists():
             raise ConfigurationError(f"{folder} has a checkpoint already: give another folder")
-        files: list[Path] = []
         weights: dict[str, str] = {}
         count = len(staging_layout(version.manifest, file_bytes).regions)
         for number, tensors in enumerate(tensors_of(store, version, deadline, file_bytes), 1):
-            files.append(folder / (f"model-{number:05d}-of-{count:05d}.safetensors"))
-            _write(files[-1], tensors, str(version.version))
-            weights |= dict.fromkeys((spec.name for spec, _ in tensors), files[-1].name)
+            written.append(folder / (f"model-{number:05d}-of-{count:05d}.safetensors"))
+            _write(written[-1], tensors, str(version.version))
+            weights |= dict.fromkeys((spec.name for spec, _ in tensors), written[-1].name)
         total = sum(spec.nbytes for spec in version.manifest)
+        written.append(index)
         index.write_bytes(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weights}))
-    except OSError as error:
-        raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}") from None
-    return [*files, index]
+    except BaseException as error:
+        for path in written:  # part of a checkpoint would be taken for one
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigurationError(f"cannot write to {folder}: {error.strerror or error}") from None
+        raise
+    return written
 
 
 def _write(path: Path, tensors: list[tuple[TensorSpec, Bytes]], version: str) -> None:

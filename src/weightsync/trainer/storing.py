@@ -23,6 +23,7 @@ class Storing:
 
     Raises:
         ConfigurationError: The rank keeps no copy of its weights in host memory.
+        TransportError: The store cannot be written.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Storing:
                 'module, with transports=["shared_memory", "tcp"] where the weights are on a GPU, and without seeds=False'
             )
         store = ObjectStore(settings.store)
-        store.open()
+        store.check_writable()
         objects = RankObjects(store, rank, role.manifest, role.layout)
         self.writer = StoreWriter(objects, store, rank, call, self._seconds, settings.store_keep)
 

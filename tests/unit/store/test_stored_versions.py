@@ -28,6 +28,7 @@ from weightsync.model import Version
 from weightsync.model.dtypes import ITEMSIZE, SAFETENSORS_DTYPES
 from weightsync.model.stored import CHUNK_BYTES, STORED_BLOCK, StoredObject
 from weightsync.protocol.delta_messages import ChangedWords
+from weightsync.store import restore
 from weightsync.store.catalog import collect_garbage, load, manifest_path, newest, orders
 from weightsync.store.objects import Listed, ObjectStore
 from weightsync.store.region import StoredRegion
@@ -154,6 +155,39 @@ def test_an_export_is_a_checkpoint(tmp_path: Path) -> None:
     assert len(files) == 6 and all(torch.equal(read[name], state[name]) for name in state)
     with pytest.raises(ConfigurationError, match="has a checkpoint already"):
         export(trainer.store, version, tmp_path / "out", Deadline(SECONDS))
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_export_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    trainer = StoringTrainer(tmp_path, large_state(), 1)
+    trainer.publish(1)
+    version = load(trainer.store, RUN, (1, 1), trainer.key.public)
+    write, written = restore._write, list[Path]()
+
+    def interrupted(path: Path, *arguments: Any) -> None:
+        written.append(path)
+        write(path, *arguments)
+        if len(written) == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(restore, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export(trainer.store, version, tmp_path / "out", Deadline(SECONDS), 9 << 20)
+    assert len(written) == after
+    assert list((tmp_path / "out").iterdir()) == []
+    assert len(export(trainer.store, version, tmp_path / "out", Deadline(SECONDS), 9 << 20)) > after
+
+
+def test_a_store_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("file", "file/below"):
+        with pytest.raises(TransportError, match=r"failed while .*Check that it is a folder, .* or leave WEIGHTSYNC_STORE out"):
+            ObjectStore(str(tmp_path / path)).check_writable()
+    store = ObjectStore(str(tmp_path / "new"))
+    for _ in range(2):
+        store.check_writable()
+    assert b"weightsync store ls" in bytes(store.read("weightsync.txt", 0, 1 << 20))
 
 
 def test_only_the_chunks_of_a_box_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,8 @@ class Loras:
         barrier = source.barriers.get(adapter)
         if barrier is None:
             record = self._record(adapter)
-            barrier = source.barriers[adapter] = PublishBarrier(source.members, record.publications, partial(self._start, name))
+            start = partial(self._start, name)
+            barrier = source.barriers[adapter] = PublishBarrier(source.members, record.publications, start, adapter=adapter)
             for link in source.members.trainers.values():
                 barrier.joined(link)
         return barrier

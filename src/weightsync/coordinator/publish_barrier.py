@@ -147,7 +147,8 @@ class _Counting:
 class PublishBarrier:
     """Barrier that calls ``start`` once all trainer ranks have asked to publish the same number in the same way.
 
-    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected.
+    A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected. Errors name
+    the ``adapter``, if it is one's versions that are published here.
     """
 
     def __init__(
@@ -156,8 +157,9 @@ class PublishBarrier:
         publications: Publications,
         start: Callable[[AgreedPublication], asyncio.Task[RoundResult]],
         waiting_for: Callable[[], str] = lambda: "",
+        adapter: str = "",
     ) -> None:
-        self._members = members
+        self._members, self._adapter = members, adapter
         self._publications = publications
         self._start = start
         self._waiting_for = waiting_for
@@ -386,12 +388,13 @@ class PublishBarrier:
         epoch = self.epochs.of(link.rank)
         last = -1 if epoch is None else self._last(epoch)
         if number is not None and number <= last:
-            raise VersionError(
-                f"{member} cannot publish version {number}: the last one is {last}, and numbers only go up. {self._remedy}"
-            )
+            what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
+            raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
 
     @property
     def _remedy(self) -> str:
+        if self._adapter:
+            return "publish() without a number takes the next one"
         witness = self._publications.witness
         only = f"Only {witness} reports it; if that cannot be, `weightsync revoke {witness}`. Else, " if witness else ""
         return only + REMEDY
@@ -407,7 +410,8 @@ class PublishBarrier:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
             if not last < gathering.number <= _LAST_NUMBER:
-                raise VersionError(f"version {gathering.number} cannot be published: the last one is {last}. {self._remedy}")
+                what = f"{self._adapter}@{gathering.number}" if self._adapter else f"version {gathering.number}"
+                raise VersionError(f"{what} cannot be published: the last one is {last}. {self._remedy}")
             _check_placed(gathering)
         except (VersionError, RoundFailed) as error:
             self._fail(gathering, error)

@@ -84,8 +84,9 @@ class Adapters(Closeable):
         state: A model with PEFT's adapters, or an adapter's tensors (plain, DTensors, or a :class:`ShardedState`) by the names in
             PEFT's files, with or without ``base_model.model.``.
         base: The trainer of the base weights, which has published them; an adapter is for exactly the version that it published
-            last. In another process, that :class:`Version`, and the ``coordinator``. ``None``: base weights that weightsync
-            does not deliver.
+            last. In another process, that :class:`Version`, which is the ``version`` of what its ``publish()`` returned, and
+            the ``coordinator``. Send it there as JSON (``msgspec.json.encode`` and ``decode(..., type=Version)``). ``None``: base
+            weights that weightsync does not deliver.
         adapter: Name of the adapter in a PEFT model.
         alpha: Its ``lora_alpha``, where ``state`` is no model. Each module is scaled by its own rank, as PEFT does.
         rslora: Its ``use_rslora``, where ``state`` is no model.

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weightsync"
 TOP = "top-level"
 """The row of the modules that are in no package."""
-BESIDE = {f"weightsync-{name}": ROOT / name / f"weightsync_{name}" for name in ("bench", "callbacks", "testing")}
+BESIDE = {f"weightsync-{name}": ROOT / name / f"weightsync_{name}" for name in ("bench", "callbacks", "rollouts", "testing")}
 """The distributions beside the main one. They have rows of their own, and are not in the sum that has a goal."""
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

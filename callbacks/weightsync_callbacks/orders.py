@@ -84,7 +84,7 @@ class Server(NamedTuple):
 
 
 class Admitting(Protocol):
-    """Interface that is paused together with the engines: a :class:`~weightsync.rollouts.RolloutController`."""
+    """Interface that is paused together with the engines: a :class:`~weightsync_rollouts.RolloutController`."""
 
     def pause(self) -> None:
         """Admit no rollouts."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from examples.grpo.learning import Batch, advantages, policy_loss
 from examples.grpo.policy import log_probabilities
 from examples.grpo.settings import Settings
-from weightsync.rollouts import Sample
+from weightsync_rollouts import Sample
 
 __all__ = ["Learner"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.rollouts import Sample
+from weightsync_rollouts import Sample
 
 __all__ = ["Batch", "Loss", "advantages", "policy_loss"]
 

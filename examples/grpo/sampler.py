@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from examples.demo.gate import Gate
 from weightsync.deadline import Deadline
 from weightsync.model import PauseMode, Version
-from weightsync.rollouts.samples import FinishReason
+from weightsync_rollouts.samples import FinishReason
 
 __all__ = ["Answer", "Sampler"]
 

@@ -20,7 +20,7 @@ from examples.grpo.task import ANSWER_TOKENS, END, problems, reward, text
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import VersionError
-from weightsync.rollouts import (
+from weightsync_rollouts import (
     Completions,
     Generate,
     Rollout,

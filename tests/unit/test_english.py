@@ -13,7 +13,7 @@ import weightsync
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PACKAGES = ("src/weightsync", "bench/weightsync_bench", "callbacks/weightsync_callbacks", "testing/weightsync_testing")
+PACKAGES = ("src/weightsync", *(f"{name}/weightsync_{name}" for name in ("bench", "callbacks", "rollouts", "testing")))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HELP = ("cli", "commands.py", "config.py")
 """Folders and files whose docstrings are help texts, or rows of the table of settings."""

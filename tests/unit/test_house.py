@@ -126,6 +126,7 @@ IMPORTS_BY_NAME = {
     "external/__init__.py": "this package's own public names, from a table",
     "integrations/checks.py": "packages of the table of checks",
     "releases.py": "modules of the table of releases",
+    "rollouts/__init__.py": "modules of weightsync-rollouts under their old names, from a list",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
     "testing/__init__.py": "modules of weightsync-testing under their old names, from a list",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
@@ -268,6 +269,7 @@ def test_all_errors_are_public() -> None:
         "import weightsync",
         "import weightsync; weightsync.Version; weightsync.Layout; weightsync.PeerLost",
         "import weightsync.coordinator, weightsync.server, weightsync.planning",
+        "import weightsync_rollouts",
         "import weightsync_callbacks.orders, weightsync.external.clients.vllm, weightsync.external.clients.lmdeploy",
         "from weightsync.cli.main import app; app(['--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['serve', '--help'], standalone_mode=False)",
@@ -375,7 +377,7 @@ def test_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(parsed(path)), f"{_where(path)} has no docstring"
 
 
-@pytest.mark.filterwarnings("ignore:weightsync.testing is the package weightsync-testing now:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:weightsync\.(rollouts|testing) is the package weightsync-\1 now:DeprecationWarning")
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
     module_name = ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")

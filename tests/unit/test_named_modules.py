@@ -18,6 +18,7 @@ ROOTS = {
         ROOT / "src" / "weightsync",
         ROOT / "bench" / "weightsync_bench",
         ROOT / "callbacks" / "weightsync_callbacks",
+        ROOT / "rollouts" / "weightsync_rollouts",
         ROOT / "testing" / "weightsync_testing",
         ROOT / "tests",
         ROOT / "tools",
@@ -34,7 +35,7 @@ OTHERS = {  # what else may follow "weightsync."
     "mounts",  # a group of entry points
     "token_versions",  # a field of a server's answer
     *("begin", "commit", "end", "update"),  # methods of an object that is called weightsync
-    *("__file__", "NAME", "Nonsense", "testing.Nonsense", "x"),
+    *("__file__", "NAME", "Nonsense", "rollouts.Nonsense", "testing.Nonsense", "x"),
 }
 
 

@@ -1,46 +1,34 @@
-"""Rollouts for a trainer: admission by staleness, routing to replicas, resumption after updates, and a version for every token.
-
-See ``docs/guides/rollouts.md``.
-"""
+"""Old name of the package ``weightsync_rollouts``, and of the names of ``weightsync_callbacks``."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 
-from weightsync.rollouts.blocking import Rollouts
-from weightsync.rollouts.controller import Counts, Generate, Rollout, RolloutController, RolloutSettings, Task
-from weightsync.rollouts.generation import Completions, Generation, VllmTokens
-from weightsync.rollouts.routing import Replicas
-from weightsync.rollouts.samples import Chunk, Sample, Sampling
-from weightsync.rollouts.staleness import Admission, capacity
-from weightsync.server.watch import Watch
+__all__: list[str] = []
 
-__all__ = [
-    "Admission",
-    "Chunk",
-    "Completions",
-    "Counts",
-    "Generate",
-    "Generation",
-    "Replicas",
-    "Rollout",
-    "RolloutController",
-    "RolloutSettings",
-    "Rollouts",
-    "Sample",
-    "Sampling",
-    "Task",
-    "VllmTokens",
-    "Watch",
-    "capacity",
-]
+_NOW = (
+    "weightsync.rollouts is the package weightsync-rollouts now, and its callbacks are weightsync-callbacks "
+    "(pip install ./rollouts ./callbacks in a clone of weightsync)"
+)
+_CALLBACKS = frozenset({"CommandFollower", "CompletionReceiver", "CompletionSender", "RolloutCallback", "Server", "UpdateServers"})
 
-_MOVED = frozenset({"CommandFollower", "CompletionReceiver", "CompletionSender", "RolloutCallback", "Server", "UpdateServers"})
+try:
+    _package = importlib.import_module("weightsync_rollouts")
+except ModuleNotFoundError as error:
+    if error.name != "weightsync_rollouts":
+        raise
+    raise ModuleNotFoundError(_NOW, name=error.name) from None
+
+warnings.warn(f"{_NOW}: import from weightsync_rollouts", DeprecationWarning, stacklevel=2)
+globals().update({_name: getattr(_package, _name) for _name in _package.__all__})
+for _name in ("blocking", "controller", "generation", "routing", "samples", "staleness"):
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"weightsync_rollouts.{_name}")
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MOVED:
+    if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(
         f"{name} is in the package weightsync-callbacks now (pip install ./callbacks in a clone of weightsync): import it from "

@@ -117,15 +117,17 @@ def test_the_command_lists_what_it_can_do(installed: Path, tmp_path: Path) -> No
     assert not re.search(r"\b(demo|faults|simulate)\b", text)
 
 
-def test_without_the_package_of_the_contract_suites_the_error_names_it(installed: Path, tmp_path: Path) -> None:
-    code = "try:\n    import weightsync.testing.adapter_contract\nexcept ModuleNotFoundError as error:\n    print(error)"
-    assert "pip install ./testing" in _run(installed / "python", "-c", ABSENT + code, cwd=tmp_path)
+@pytest.mark.parametrize(("module", "folder"), [("testing.adapter_contract", "testing"), ("rollouts.controller", "rollouts")])
+def test_without_a_package_beside_the_error_names_it(installed: Path, tmp_path: Path, module: str, folder: str) -> None:
+    code = f"try:\n    import weightsync.{module}\nexcept ModuleNotFoundError as error:\n    print(error)"
+    assert f"pip install ./{folder}" in _run(installed / "python", "-c", ABSENT + code, cwd=tmp_path)
 
 
-def test_the_contract_suites_are_installed_beside_the_wheel(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("folder", "modules"), [("testing", "adapter_contract, transport_contract"), ("rollouts", "controller")])
+def test_a_package_beside_is_installed_beside_the_wheel(installed: Path, tmp_path: Path, folder: str, modules: str) -> None:
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--target", tmp_path)
-    _run(*PIP, "install", *options, ROOT / "testing", cwd=tmp_path)
-    code = "from weightsync_testing import adapter_contract, transport_contract; print(transport_contract.__file__)"
+    _run(*PIP, "install", *options, ROOT / folder, cwd=tmp_path)
+    code = f"from weightsync_{folder} import {modules}; import weightsync_{folder}; print(weightsync_{folder}.__file__)"
     printed = _run(installed / "python", "-c", code, cwd=tmp_path)
     assert Path(printed.strip()).is_relative_to(tmp_path), "the installed package was imported, not the checkout's"
-    assert (tmp_path / "weightsync_testing" / "py.typed").exists()
+    assert (tmp_path / f"weightsync_{folder}" / "py.typed").exists()

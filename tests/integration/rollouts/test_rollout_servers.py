@@ -18,7 +18,7 @@ from tests.unit.rollouts.engines import status
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolError
-from weightsync.rollouts import Chunk, Completions, Generation, RolloutController, RolloutSettings, Sample, Sampling, VllmTokens
+from weightsync_rollouts import Chunk, Completions, Generation, RolloutController, RolloutSettings, Sample, Sampling, VllmTokens
 
 SECONDS = 20.0
 Answer = Callable[[str, dict[str, Any], asyncio.StreamWriter, asyncio.StreamReader], Awaitable[None]]

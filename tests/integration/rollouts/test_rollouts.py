@@ -16,8 +16,8 @@ from weightsync.config import Address, ClientSettings, Secret, ServerSettings, T
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable
 from weightsync.model import Version
 from weightsync.protocol.messages import Publish
-from weightsync.rollouts import Generate, RolloutController, RolloutSettings, Sample, Sampling
 from weightsync.server.server import BackgroundServer
+from weightsync_rollouts import Generate, RolloutController, RolloutSettings, Sample, Sampling
 
 SECONDS = 20.0
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
+
 import pytest
 
 import weightsync_callbacks
-from weightsync import rollouts
 from weightsync.config import ServerSettings
 from weightsync.errors import ConfigurationError
 from weightsync.server import mounts
 
 
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.delitem(sys.modules, "weightsync.rollouts", raising=False)
+    with pytest.warns(DeprecationWarning, match="weightsync_rollouts"):
+        return importlib.import_module("weightsync.rollouts")
+
+
 @pytest.mark.parametrize("name", weightsync_callbacks.__all__)
-def test_an_old_name_warns_and_is_the_new_one(name: str) -> None:
+def test_an_old_name_warns_and_is_the_new_one(rollouts: ModuleType, name: str) -> None:
     with pytest.warns(DeprecationWarning, match="weightsync_callbacks"):
         assert getattr(rollouts, name) is getattr(weightsync_callbacks, name)
 
 
-def test_a_name_that_never_was_is_an_attribute_error() -> None:
+def test_a_name_that_never_was_is_an_attribute_error(rollouts: ModuleType) -> None:
     with pytest.raises(AttributeError, match="Nonsense"):
         _ = rollouts.Nonsense
 

@@ -15,7 +15,7 @@ from examples.grpo.task import END, LETTERS, problems, reward, sloppy_examples
 from examples.grpo.trainer import Group, staleness
 
 from weightsync.errors import ConfigurationError, VersionError
-from weightsync.rollouts import Rollout, Sample
+from weightsync_rollouts import Rollout, Sample
 
 
 def sample(*versions: int, prompt: tuple[int, ...] = (5, 6, 1)) -> Sample:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import PeerLost
-from weightsync.rollouts import Chunk, Sampling
+from weightsync_rollouts import Chunk, Sampling
 
 STOP = 99
 
@@ -26,7 +26,7 @@ class Engine:
 
 
 class Engines:
-    """A :class:`~weightsync.rollouts.Generation` over several engines, by URL."""
+    """A :class:`~weightsync_rollouts.Generation` over several engines, by URL."""
 
     def __init__(self, engines: dict[str, Engine], *, free: bool = False) -> None:
         self.engines, self.free = engines, free

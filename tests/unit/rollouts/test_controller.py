@@ -10,7 +10,7 @@ import pytest
 from tests.unit.rollouts.engines import Engine, Engines, status
 
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, VersionError
-from weightsync.rollouts import Generate, RolloutController, Rollouts, RolloutSettings, Sample, Sampling, Task
+from weightsync_rollouts import Generate, RolloutController, Rollouts, RolloutSettings, Sample, Sampling, Task
 
 SECONDS = 20.0
 

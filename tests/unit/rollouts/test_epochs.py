@@ -7,10 +7,10 @@ from tests.unit.rollouts.engines import Engine, Engines, status
 from tests.unit.rollouts.test_controller import SECONDS, controller, task, until
 
 from weightsync.errors import Aborted, ProtocolError, VersionError
-from weightsync.rollouts import Chunk
-from weightsync.rollouts.controller import Rollout
-from weightsync.rollouts.generation import VllmTokens
-from weightsync.rollouts.samples import Sample
+from weightsync_rollouts import Chunk
+from weightsync_rollouts.controller import Rollout
+from weightsync_rollouts.generation import VllmTokens
+from weightsync_rollouts.samples import Sample
 
 
 async def test_a_new_epoch_begins_with_smaller_numbers() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigurationError, VersionError
-from weightsync.rollouts.staleness import Admission, capacity
+from weightsync_rollouts.staleness import Admission, capacity
 
 COUNT = st.integers(0, 1000)
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from weightsync import forks
 from weightsync.closing import Closeable
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.rollouts.controller import Counts, Rollout, RolloutController, Task
+from weightsync_rollouts.controller import Counts, Rollout, RolloutController, Task
 
 _START_SECONDS = 60.0
 _CALL_SECONDS = 30.0

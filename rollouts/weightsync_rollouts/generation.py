@@ -27,8 +27,8 @@ from weightsync.errors import ConfigurationError, LoadError, PeerLost, ProtocolE
 from weightsync.model import parse_label
 from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import bearer
-from weightsync.rollouts.samples import Chunk, FinishReason, Sampling
 from weightsync.server.http_client import event_data
+from weightsync_rollouts.samples import Chunk, FinishReason, Sampling
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 120.0  # between two messages of a stream; the task's deadline bounds the whole

@@ -18,11 +18,11 @@ from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, VersionError
 from weightsync.model import FIRST_EPOCH
-from weightsync.rollouts.generation import Generation
-from weightsync.rollouts.routing import Replicas, Urls
-from weightsync.rollouts.samples import Chunk, FinishReason, Sample, Sampling
-from weightsync.rollouts.staleness import Admission
 from weightsync.server.watch import Watch
+from weightsync_rollouts.generation import Generation
+from weightsync_rollouts.routing import Replicas, Urls
+from weightsync_rollouts.samples import Chunk, FinishReason, Sample, Sampling
+from weightsync_rollouts.staleness import Admission
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Drop a finished rollout if its oldest token is more than this many versions older than the trainer; ``None`` keeps all."""
 
     def __post_init__(self) -> None:
-        """Check the values that :class:`~weightsync.rollouts.staleness.Admission` does not check."""
+        """Check the values that :class:`~weightsync_rollouts.staleness.Admission` does not check."""
         if self.task_seconds <= 0 or (self.max_age is not None and self.max_age < 0):
             raise ConfigurationError(f"task_seconds must be positive and max_age not negative: {self.task_seconds}, {self.max_age}")
 
@@ -110,7 +110,7 @@ class Counts:
 class RolloutController(Generic[T]):
     """Runs tasks on one event loop. Use it on that loop, in an ``async with``.
 
-    :class:`~weightsync.rollouts.blocking.Rollouts` offers the same to code without an event loop.
+    :class:`~weightsync_rollouts.blocking.Rollouts` offers the same to code without an event loop.
 
     Args:
         settings: The settings.

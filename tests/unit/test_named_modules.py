@@ -35,6 +35,7 @@ OTHERS = {  # what else may follow "weightsync."
     "mounts",  # a group of entry points
     "token_versions",  # a field of a server's answer
     *("begin", "commit", "end", "update"),  # methods of an object that is called weightsync
+    "txt",  # a file in a store
     *("__file__", "NAME", "Nonsense", "rollouts.Nonsense", "testing.Nonsense", "x"),
 }
 

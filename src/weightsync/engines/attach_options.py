@@ -23,7 +23,8 @@ class AttachOptions:
     token: str | None = None
     """Token of the coordinator. Prefer the worker's environment, which must then name the same coordinator."""
     run: str = ""
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int | None = None
+    """Size of a staging bucket; by default chosen from free memory, see :class:`weightsync.Engine`."""
     transports: list[str] | None = None
     delivery: Delivery | None = None
     """Defaults to ``WEIGHTSYNC_DELIVERY``, and that to ``auto``: direct if the model can be written so, otherwise streamed."""

@@ -49,6 +49,16 @@ def test_the_environments_token_goes_to_workers_of_its_coordinator(monkeypatch: 
         assert "token" not in llm.asked[2], "the workers have the same environment"
 
 
+def test_staging_memory_is_bounded_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default of 64 MiB counted as given, so in vLLM a delta of a large model never had room on a GPU."""
+    joined: list[int | None] = []
+    monkeypatch.setattr("weightsync.engines.attach_options.Engine", lambda *_, bucket_bytes, **__: joined.append(bucket_bytes))
+    adapter: Any = None
+    AttachOptions(coordinator="http://head:7400", token="secret").join(adapter, 0, 1, "direct")
+    AttachOptions(coordinator="http://head:7400", token="secret", bucket_bytes=1 << 20).join(adapter, 0, 1, "direct")
+    assert joined == [None, 1 << 20]
+
+
 @pytest.mark.usefixtures("no_leaks")
 async def test_an_option_that_does_not_exist_is_named_and_no_worker_is_asked() -> None:
     llm: Any = Llm()

@@ -178,7 +178,7 @@ class CalledWorker:
         run: str = "",
         delivery: Delivery | None = None,
         transports: list[str] | None = None,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int | None = None,
     ) -> dict[str, Any]:
         """Join a coordinator as a rank of ``replica``, as :meth:`ready` prepares it. The engine must be awake.
 
@@ -192,7 +192,7 @@ class CalledWorker:
             run: Run of the coordinator; empty for any.
             delivery: See :class:`~weightsync.engines.attach_options.AttachOptions`, as the next two.
             transports: Transports that may be used.
-            bucket_bytes: Size of a bucket.
+            bucket_bytes: Size of a staging bucket; by default chosen from free memory.
 
         Returns:
             As :meth:`ready` does, and the replica.

@@ -1,17 +1,19 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Direct delivery into a real vLLM: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [ROUNDS [RANKS [TRANSPORT [FORMAT]]]]``.
+"""Direct delivery into a real vLLM: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [--rounds N] [--ranks N] ...``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
 ``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
-parallel), and as many FSDP ranks of a trainer the last ones. ``FORMAT``: the trainer quantizes projections, as ``fp8-block``.
+parallel), and as many FSDP ranks of a trainer the last ones. With ``--format fp8-block`` the trainer quantizes projections; with
+``--changed 0.01`` it publishes deltas of that share of changed words.
 With ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` vLLM's own reload of the same shapes, from tensors on its GPU, is timed after them.
 vLLM and weightsync's entry point are on the path.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
@@ -216,14 +218,15 @@ def check_tiny(ranks, transport, moe=False):
     print("RESULT " + json.dumps(seen), flush=True)
 
 
-def measure(name, rounds, ranks, transport, format_name):
+def measure(name, rounds, ranks, transport, format_name, changed):
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
     from weightsync_bench.gpu_job import manifest_for
     from weightsync_bench.peer import Peer, together
 
     count = torch.cuda.device_count()
-    job = {"name": "vllm", "model": name, "delivery": "direct", "on": list(range(count - ranks, count)), "to": list(range(ranks))}
+    on, to = list(range(count - ranks, count)), list(range(ranks))
+    job = {"name": "vllm", "model": name, "delivery": "direct", "on": on, "to": to, "changed": changed}
     if transport:
         job["transport"] = transport
     if format_name:
@@ -246,7 +249,7 @@ def measure(name, rounds, ranks, transport, format_name):
                 (replica,) = told["result"]["replicas"]
                 print(json.dumps({
                     **{name: replica[name] for name in ("version", "transports", "delivery", "verified")},
-                    "paused_ms": round(1000 * replica["paused_seconds"], 2), "bytes": manifest.nbytes,
+                    "paused_ms": round(1000 * replica["paused_seconds"], 2), "bytes": replica["nbytes"], "base": replica["base"],
                     "publish_ms": round(1000 * (told["ended"] - told["begun"]), 2),
                     "phases_ms": {name: round(1000 * value, 2) for name, value in replica["phases"].items()},
                     "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
@@ -257,11 +260,22 @@ def measure(name, rounds, ranks, transport, format_name):
                 print("vLLM's own reload, s:", [llm.collective_rpc(own_reload, args=(shapes,)) for _ in range(3)], flush=True)
 
 
-if __name__ == "__main__":
-    what, rounds, ranks, transport, format_name = [*sys.argv[1:], *["", "4", "1", "", ""][len(sys.argv) - 1 :]]
-    if what in ("tiny", "moe"):
-        check_tiny(int(ranks), transport, what == "moe")
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--transport")
+    parser.add_argument("--format")
+    parser.add_argument("--changed", type=float, default=1.0)
+    options = parser.parse_args()
+    if options.model in ("tiny", "moe"):
+        check_tiny(options.ranks, options.transport, options.model == "moe")
     else:
-        measure(what, int(rounds), int(ranks), transport, format_name)
+        measure(options.model, options.rounds, options.ranks, options.transport, options.format, options.changed)
+
+
+if __name__ == "__main__":
+    main()
     sys.stdout.flush()
     os._exit(0)

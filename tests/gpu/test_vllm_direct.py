@@ -26,7 +26,7 @@ def _updated(ranks: int, transport: str, model: str = "tiny") -> dict[str, Any]:
     """What three updates of a tiny model did, the third with the weights of the second."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_vllm", model, "3", str(ranks), transport],
+        [sys.executable, "-m", "benchmarks.gpu_vllm", model, "--ranks", str(ranks), "--transport", transport],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     results = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]

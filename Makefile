@@ -210,9 +210,10 @@ audit: $(VENV)/.docs ## what we depend on: pins, licences, and known vulnerabili
 types: $(VENV)/.installed ## mypy --strict over src and tests
 	@$(BIN)/mypy
 
-# A file of tests stays in one process; a failure is easier to follow with WORKERS=0. Files begin in the order of their folders: by
-# their number of tests, as pytest-xdist would, those with few long ones come last, and at the end one process has nothing to do.
-WORKERS ?= 2
+# Three processes for two cores, because tests wait for a third of their time; a failure is easier to follow with WORKERS=0. A file of
+# tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
+# few long ones come last, and at the end one process has nothing to do.
+WORKERS ?= 3
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang

@@ -121,7 +121,7 @@ class EngineRole(SessionFront):
         self._memory: _ParameterMemory | None = None
         self._memory = self._look(self.session.shards())
         self._held: Sequence[Shard] | None = None
-        """From the first look of a round to its last byte: so a write is never to freed memory."""
+        """What was found to be ``_memory``, from the first look of a round to its last byte: so a write is never to freed memory."""
         self.layout = None if self._memory is None else self._memory.layout
         self.device_memory = self._memory is not None and self._memory.device is not None and adapter.can_load
         self._staging_on = self._staging_device()
@@ -207,7 +207,7 @@ class EngineRole(SessionFront):
         filler = self._filler
         if not isinstance(filler, PlanFiller) or not filler.fits(body.plan, () if memory is None else memory.addresses):
             filler = self._new_filler(body.plan, memory, deadline)
-        self._memory = memory
+        self._memory, self._held = memory, None
         if self._alone:
             with span("cover"):  # which its updates compare digests by
                 _ = filler.cover
@@ -291,7 +291,7 @@ class EngineRole(SessionFront):
             self._drop_filler()  # its connections may be beyond use, or aborted
             raise
         finally:
-            self._held = None
+            self._let_go()
 
     def _check_sources(self, body: CheckSources, deadline: Deadline) -> None:
         self._plan_filler("looking for a version").require(body.number, deadline)
@@ -312,7 +312,7 @@ class EngineRole(SessionFront):
         if installed is None or self.session.served_version != body.base or installed[:2] != (body.base, filler.layout.digest):
             raise StaleSource(f"it is not known what {self.session.member} has installed of version {body.base}")
         shards = self.session.shards("follow")
-        if shards is None or not self._unmoved(shards, None):
+        if shards is None or not self._unmoved(shards, self._held):
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {body.base}")
         failpoints.reached("engine.stage")
         with filler.changes.beside():
@@ -348,7 +348,8 @@ class EngineRole(SessionFront):
     def _pause(self, body: Pause, deadline: Deadline) -> None:
         with self.session.leaving_service():
             failpoints.reached("engine.pausing")
-            self._held = self._moved = None  # of a round that never moved, or never committed
+            self._let_go()  # of a round that never moved, or never committed
+            self._moved = None
             if isinstance(self._filler, PlanFiller) and not self.session.sleeps:
                 self._follow_memory(self._filler, deadline)  # while the engine still generates: it may take seconds
             timeout = deadline.remaining("pausing")
@@ -383,11 +384,22 @@ class EngineRole(SessionFront):
         self._held = shards
         if shards is not None and self._unmoved(shards, held):
             return filler
+        self._held = None
         memory = self._look(shards)
         if memory is None or memory.device != filler.device or memory.layout.digest != filler.layout.digest:
             self._drop_filler()
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
-        return self._new_filler(filler.plan, memory, deadline)
+        filler = self._new_filler(filler.plan, memory, deadline)
+        self._held = shards
+        return filler
+
+    def _let_go(self) -> None:
+        """Keep no tensor alive between rounds, except those of an adapter that ``follows``: it keeps them alive itself.
+
+        The next round then need not compare them, which would take 10 to 17 ms for 18,867 tensors, in its pause.
+        """
+        if not self.adapter.follows:
+            self._held = None
 
     def _unmoved(self, shards: Sequence[Shard], held: Sequence[Shard] | None) -> bool:
         """Whether ``shards`` are the memory that the filler writes. ``held`` is that memory, alive; ``None`` at the first look.

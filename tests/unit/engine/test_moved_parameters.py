@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from weightsync import failpoints
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, PlanMismatch
 from weightsync.protocol.messages import Prepare, Updated
-from weightsync.tensors.shards import FollowedShards, Shard, shard
+from weightsync.tensors.shards import FollowedShards, Shard, Views, shard
 
 
 class Fresh(Watched):
@@ -141,6 +142,32 @@ def test_what_is_written_is_held_from_the_first_look_to_the_last_byte(monkeypatc
         assert stage.update(stage.place(1)).committed
         assert alive == [True]
         assert stage.engine._held is None, "between rounds the memory is the engine's alone: it may offload it"
+
+
+@pytest.mark.parametrize(("adapter", "looks"), [(Watched, 0), (Fresh, 1)])
+def test_memory_of_an_adapter_that_follows_is_compared_once(
+    adapter: type[Watched], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list says that nothing moved. Comparing ten thousands of tensors would take half of a pause."""
+    with ExitStack() as owned:
+        stage = Stage(adapter(nn.Linear(6, 4, bias=False)), owned)
+        stage.engine.handle(Prepare(stage.plan()), SECONDS)
+        assert stage.update(stage.place(1)).committed
+        assert stage.engine._memory is not None
+        views = stage.engine._memory.views
+        compare = Mock(wraps=views.are_of)
+        monkeypatch.setattr(views, "are_of", compare)
+        torch.nn.init.normal_(stage.source.weight)
+        assert stage.update(stage.place(2)).committed
+        assert compare.call_count == looks
+        assert torch.equal(weight(stage), stage.source.weight)
+
+
+def test_a_refused_round_leaves_no_memory_that_was_not_compared(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_gate", at("engine.paused", lambda: is_transposed_in_place(stage.adapter.module)))
+    with pytest.raises(PlanMismatch, match=r"restart this rank's weightsync\.Engine"):
+        stage.update(stage.place(2))
+    assert stage.engine._held is None
 
 
 def test_the_memory_of_an_adapter_that_offloads_is_free_between_rounds() -> None:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
 
-from weightsync.cli.tables import show, titled_table
+from weightsync.cli.tables import adapters_view, show, titled_table
 from weightsync.config import ClientSettings
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.deadline import Deadline
@@ -88,7 +88,7 @@ def _does(replica: ReplicaStatus) -> str:
 
 
 def _show(status: Status, *, as_json: bool) -> None:
-    def view(replicas: Sequence[ReplicaStatus]) -> Table:
+    def view(replicas: Sequence[ReplicaStatus]) -> Group:
         rows = (
             (
                 replica.name, in_words(replica.state),
@@ -97,6 +97,7 @@ def _show(status: Status, *, as_json: bool) -> None:
             )
             for replica in replicas
         )  # fmt: skip
-        return titled_table("replicas", ("replica", "state", "version", "verified", "gets requests", "~url"), rows)
+        headings = ("replica", "state", "version", "verified", "gets requests", "~url")
+        return Group(titled_table("replicas", headings, rows), *adapters_view(status))
 
     show(_known(status), view, as_json=as_json)

@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from weightsync.cli.tables import event_line, round_view, show, status_view
+from weightsync.cli.tables import event_line, plain_text, round_view, show, status_view
 from weightsync.config import ClientSettings, Secret
 from weightsync.coordinator.events import ReplicaBytes
 from weightsync.server.client import Client
@@ -41,7 +41,5 @@ def send_away(settings: ClientSettings, operator: Secret, member: str, *, as_jso
     """Revoke a rank's credential and print which process held it."""
     with Client(settings, operator) as client:
         revoked = client.revoke(member)
-    if as_json:
-        typer.echo(msgspec.json.encode(revoked).decode())
-    else:
-        typer.echo(f"revoked {revoked.member}: disconnected process {revoked.pid} on {revoked.host}")
+    line = f"revoked {revoked.member}: disconnected process {revoked.pid} on {revoked.host}"
+    show(revoked, lambda _: plain_text(line), as_json=as_json)

@@ -36,7 +36,8 @@ _SHOWN = {"missing": "absent"}  # JSON keeps its word
 _NEEDED = ("python", "loopback", "numba")
 """Findings of ``doctor`` without which trainers and engines cannot work on a machine."""
 _SHOWN_ROUNDS = 5
-_SHOWN_PROCESSES = 4
+_SHOWN_ADAPTERS = 20
+_SHOWN_NAMES = 4
 _OPTIONAL_COLUMNS = ("by transport", "GB/s", "version", "bytes", "replicas", "ended", "run", "pause")  # the first to hide first
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
@@ -85,8 +86,7 @@ def status_view(status: Status) -> RenderableType:
     """A summary, problems with their fixes, replicas and the last rounds. Errors follow their table."""
     views: list[RenderableType] = [_heading(status), *_alerts(status)]
     if not status.replicas:
-        views.append(Text("no replica has joined yet", style="dim"))
-        return Group(*views, *_rounds(status))
+        return Group(*views, Text("no replica has joined yet", style="dim"), *_rounds(status))
     rows = (
         (
             replica.name, _state(replica), _number(replica.version, replica.epoch), replica.staleness,
@@ -103,7 +103,19 @@ def status_view(status: Status) -> RenderableType:
     views += notes((r.name, plain_text(_absent(r), "yellow")) for r in other if r.missing and r.state != "left")
     views += notes((r.name, _departure(r, status)) for r in other if r.state == "left")
     views += notes((r.name, plain_text(r.error, "red")) for r in other if r.error)
-    return Group(*views, *_rounds(status))
+    return Group(*views, *adapters_view(status), *_rounds(status))
+
+
+def adapters_view(status: Status) -> Iterator[RenderableType]:
+    """A row for each of the first adapters by name: its newest version, the earlier ones, and which replicas serve them."""
+    versions: dict[str, list[str]] = {}
+    for adapter in status.adapters:
+        versions.setdefault(adapter.name, []).insert(0, f"{adapter.version} at {_few(adapter.replicas, 'replicas')}")
+    if versions:
+        rows = [(name, newest, "; ".join(earlier) or None) for name, (newest, *earlier) in versions.items()]
+        yield titled_table("adapters", ("adapter", "~newest version", "~earlier versions"), rows[:_SHOWN_ADAPTERS])
+        if len(rows) > _SHOWN_ADAPTERS:
+            yield Text(f"and {len(rows) - _SHOWN_ADAPTERS:,} more, which status --json lists", style="dim")
 
 
 def _alerts(status: Status) -> Iterator[RenderableType]:
@@ -123,9 +135,11 @@ def _where(ranks: Sequence[RankStatus]) -> str:
     hosts: dict[str, list[str]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(str(rank.pid))
-    return "; ".join(
-        f"{host}: {', '.join(pids) if len(pids) <= _SHOWN_PROCESSES else f'{len(pids)} processes'}" for host, pids in hosts.items()
-    )
+    return "; ".join(f"{host}: {_few(pids, 'processes')}" for host, pids in hosts.items())
+
+
+def _few(names: Sequence[str], what: str) -> str:
+    return ", ".join(names) if len(names) <= _SHOWN_NAMES else f"{len(names)} {what}"
 
 
 def _departure(replica: ReplicaStatus, status: Status) -> Text:

@@ -545,6 +545,7 @@ class Coordinator:
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             slowest=self._past.traces[-1].slowest_by_phase if self._past.traces else {},
             stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
+            adapters=self.loras.status(),
         )
 
     @property
@@ -570,11 +571,10 @@ class Coordinator:
         self._closed = True
         self._rendezvous.close()
         self.loras.close()
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=3 * self.settings.grace)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=3 * self.settings.grace)
         self._feed.close()
 
     def _check_open(self) -> None:

@@ -123,7 +123,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stored: Version | None = None
     """Newest version in the store, as far as the coordinator knows."""
     adapters: tuple[AdapterStatus, ...] = ()
-    """Versions of LoRA adapters that are served."""
+    """Versions of LoRA adapters that are served, in the order of names and then of numbers."""
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):
@@ -156,3 +156,5 @@ class Gauges(msgspec.Struct, frozen=True):
     """Slowest rank of the last round by phase."""
     stored: int = -1
     """Number of the newest version in the store; -1 if none is known."""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """As in :class:`Status`: by name, the newest version of each last."""

@@ -10,11 +10,8 @@ from weightsync.model import SERVICE
 
 def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
     """Metrics of a replica."""
-    version = replica.version
-    return ReplicaGauges(
-        replica.name, replica.shown_state, None if version is None else version.number, publications.behind(version),
-        replica.since,
-    )  # fmt: skip
+    number = None if replica.version is None else replica.version.number
+    return ReplicaGauges(replica.name, replica.shown_state, number, publications.behind(replica.version), replica.since)
 
 
 def replica_status(replica: Replica, publications: Publications) -> ReplicaStatus:

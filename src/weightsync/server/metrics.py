@@ -23,6 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("registered", "loaded", "updating", "dirty", "lost", "left", "refused")
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds, from 1 ms to 5 minutes."""
+_MOST_ADAPTERS = 1000
 _KIND = re.compile(r"(?:^|: )([A-Z][A-Za-z]+)(?=: )")
 
 
@@ -45,9 +46,7 @@ COORDINATOR_METRICS = (
     Declared("trainer_ranks", "gauge", (), "Connected trainer ranks."),
     Declared("replicas", "gauge", ("state", "service"), "Known replicas by state. Tensors of refused ones differ."),
     Declared("replicas_late", "gauge", (), "Connected replicas that do not serve the version that the trainer holds."),
-    Declared(
-        "replicas_not_updated", "gauge", (), "Known replicas that the last round did not update: failed, refused or lost."
-    ),
+    Declared("replicas_not_updated", "gauge", (), "Known replicas that the last round did not update: failed, refused or lost."),
     Declared("replica_state", "gauge", ("replica", "state", "service"), "1 for the replica's current state; others are absent."),
     Declared("replica_state_since_timestamp_seconds", "gauge", ("replica",), "Time of the replica's last state change."),
     Declared("replica_version", "gauge", ("replica",), "Version number that the replica serves; absent while it serves none."),
@@ -55,6 +54,9 @@ COORDINATOR_METRICS = (
         "replica_staleness", "gauge", ("replica",),
         "Publications that are newer than the served version; all known ones while none is served.",
     ),
+    Declared("adapters", "gauge", (), "Names of LoRA adapters of which a replica serves a version."),
+    Declared("adapter_version", "gauge", ("adapter",), "Newest version number that a replica serves; of 1,000 adapters at most."),
+    Declared("adapter_replicas", "gauge", ("adapter",), "Replicas that serve this version; of 1,000 adapters at most."),
     Declared("round_running", "gauge", (), "1 while a round runs."),
     Declared("rounds_queued", "gauge", (), "Rounds that wait for the running one."),
     Declared("round_seconds", "histogram", ("kind",), "Duration of a round; kind is publish or seed."),
@@ -65,9 +67,7 @@ COORDINATOR_METRICS = (
         "phase_seconds", "histogram", ("party", "phase"),
         "Duration of a phase of a round, of the replica or the rank that took longest for it.",
     ),
-    Declared(
-        "slowest_rank_seconds", "gauge", ("phase", "rank"), "For each phase of the last round the rank that took longest for it."
-    ),
+    Declared("slowest_rank_seconds", "gauge", ("phase", "rank"), "The rank that took longest for a phase of the last round."),
     Declared(
         "rounds_total", "counter", ("kind", "outcome", "reason"), "Ended rounds; reason is the class of the error, or empty."
     ),
@@ -80,9 +80,7 @@ COORDINATOR_METRICS = (
         "received_bytes_total", "counter", ("transport",),
         "Bytes that engine ranks received; the transport is empty for rounds that were not traced.",
     ),
-    Declared(
-        "transport_bytes_per_second", "gauge", ("transport",), "Bytes of the last round by the time that they took."
-    ),
+    Declared("transport_bytes_per_second", "gauge", ("transport",), "Bytes of the last round by the time that they took."),
     Declared("router_settled", "gauge", ("router",), "1 while the router knows which replicas serve now, otherwise 0."),
     Declared("last_success_timestamp_seconds", "gauge", (), "End of the last successful round; absent before the first."),
 )  # fmt: skip
@@ -193,10 +191,11 @@ class CoordinatorMetrics:
     def text(self, state: Gauges, routers: Mapping[str, bool] = {}) -> bytes:
         """Return all metrics in Prometheus' text format."""
         registry, replicas = self._registry, state.replicas
+        adapters = list({adapter.name: adapter for adapter in state.adapters}.values())  # the newest is the last of its name
         for name, value in (
             ("published_version", state.last), ("published_epoch", state.epoch), ("trainer_ranks", len(state.trainer)),
             ("replicas_late", state.late), ("replicas_not_updated", state.missed), ("round_running", state.busy),
-            ("rounds_queued", state.queued), ("stored_version", state.stored),
+            ("rounds_queued", state.queued), ("stored_version", state.stored), ("adapters", len(adapters)),
         ):  # fmt: skip
             registry.set(name, float(value))
         registry.replace("router_settled", [({"router": name}, float(settled)) for name, settled in routers.items()])
@@ -207,6 +206,9 @@ class CoordinatorMetrics:
         registry.replace("replica_state_since_timestamp_seconds", [({"replica": r.name}, r.since) for r in replicas])
         registry.replace("replica_version", [({"replica": r.name}, r.version) for r in replicas if r.version is not None])
         registry.replace("replica_staleness", [({"replica": r.name}, r.staleness) for r in replicas if r.state != "left"])
+        shown = [({"adapter": adapter.name}, adapter) for adapter in adapters[:_MOST_ADAPTERS]]
+        registry.replace("adapter_version", [(labels, adapter.version) for labels, adapter in shown])
+        registry.replace("adapter_replicas", [(labels, len(adapter.replicas)) for labels, adapter in shown])
         registry.replace(
             "slowest_rank_seconds",
             [({"phase": phase, "rank": slowest.rank}, slowest.seconds) for phase, slowest in state.slowest.items()],

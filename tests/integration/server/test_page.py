@@ -231,6 +231,35 @@ def test_32_replicas_of_8_ranks_fit_a_screen_with_the_problems_first(page: Page)
     assert page.locator(".alert").count() == 20
 
 
+def test_adapters_are_shown_by_name_and_version_where_there_are_any(page: Page) -> None:
+    data = json.loads(DATA.read_text())
+    page.route("**/*", answers(data))
+    page.goto(ADDRESS)
+    page.locator("#waterfall .bar").first.wait_for()
+    assert not page.locator("#with-adapters").is_visible(), "of a coordinator that knows none"
+    served = {"digest": "0" * 16, "rank": 8, "base": "run@7"}
+    data["/v1/status"]["adapters"] = [
+        {**served, "name": "alice/math", "version": 2, "replicas": [f"r{number}" for number in range(5)]},
+        {**served, "name": "alice/math", "version": 3, "replicas": ["r0", "r1"]},
+        {**served, "name": "bob/<b>code", "version": 0, "replicas": ["r0"], "base": None},
+    ]
+    page.evaluate("refresh()")
+    page.locator("#adapters tr").nth(1).wait_for()
+    assert [text.split("\t") for text in page.locator("#adapters tr").all_inner_texts()] == [
+        ["alice/math", "3", "r0, r1", "2 at 5 replicas", "8", "run@7"],
+        ["bob/<b>code", "0", "r0", "", "8", "-"],
+    ]
+    check_accessibility(page)
+    check_width(page)
+    data["/v1/status"]["adapters"] = [{**served, "name": f"many/{number}", "version": 1, "replicas": []} for number in range(30)]
+    page.evaluate("refresh()")
+    page.get_by_role("button", name="Show 30 adapters").click()
+    assert page.locator("#adapters tr").count() == 30
+    data["/v1/status"]["adapters"] = []
+    page.evaluate("refresh()")
+    page.locator("#with-adapters").wait_for(state="hidden")
+
+
 def test_the_focus_runs_from_the_problems_down_and_a_refresh_leaves_it(page: Page) -> None:
     data = json.loads(DATA.read_text())
     page.route("**/*", answers(data))

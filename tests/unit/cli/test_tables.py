@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from weightsync.cli.tables import age, doctor_table, event_line, round_view, rounds_view, status_view
 from weightsync.coordinator.events import RoundEnded
-from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus, Status
+from weightsync.coordinator.status import AdapterStatus, Alert, RankStatus, ReplicaStatus, Status
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.server.findings import Finding
@@ -64,6 +64,25 @@ def test_a_replica_with_a_long_error_takes_one_line_and_the_error_follows_the_ta
     assert text.count("21 tensors differ in dtype") == 1
     (where,) = [number for number, line in enumerate(lines) if line.startswith("  mine-1: ManifestMismatch: ")]
     assert where > lines.index(row)
+
+
+def test_adapters_follow_the_replicas_by_name_with_their_versions() -> None:
+    def served(name: str, version: int, *replicas: str) -> AdapterStatus:
+        return AdapterStatus(name, version, "0" * 16, 8, "run@8", replicas)
+
+    crowd = tuple(f"mine-{number}" for number in range(6))
+    adapters = (served("alice/math", 2, *crowd), served("alice/math", 3, "mine-0", "mine-1"), served("bob/[red]code", 0, "mine-0"))
+    full = msgspec.structs.replace(status(replica("mine-0", "loaded", 8), rounds=(result(8),)), adapters=adapters)
+    text = shown(status_view(full))
+    assert re.search(r"^adapter +newest version +earlier versions *$", text, re.MULTILINE)
+    assert re.search(r"^alice/math +3 at mine-0, mine-1 +2 at 6 replicas *$", text, re.MULTILINE)
+    assert re.search(r"^bob/\[red\]code +0 at mine-0 +- *$", text, re.MULTILINE)
+    assert text.index("\nreplicas ") < text.index("\nadapters ") < text.index("last rounds")
+    assert "adapters" not in shown(status_view(status(replica("mine-0", "loaded", 8))))
+
+    many = tuple(served(f"many/{number:03}", 0, "mine-0") for number in range(123))
+    text = shown(status_view(msgspec.structs.replace(full, adapters=many)))
+    assert re.search(r"^many/019 .*\nand 103 more, which status --json lists *$", text, re.MULTILINE)
 
 
 def test_alerts_come_before_the_replicas_with_their_fix_and_are_not_repeated_below_the_table() -> None:

@@ -13,7 +13,7 @@ from tests.virtual_time import virtual
 
 from weightsync.coordinator.events import RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
-from weightsync.coordinator.status import Gauges, ReplicaGauges
+from weightsync.coordinator.status import AdapterStatus, Gauges, ReplicaGauges
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.server.metrics import COORDINATOR_METRICS, CoordinatorMetrics
@@ -53,6 +53,7 @@ def test_exactly_the_declared_metrics_are_exposed() -> None:
     assert not [m for m in COORDINATOR_METRICS if m.kind == "counter" and not m.name.endswith("_total")]
     labels = {label for m in COORDINATOR_METRICS for label in m.labels}
     assert labels == {
+        "adapter",
         "kind",
         "outcome",
         "party",
@@ -89,6 +90,26 @@ def test_the_state_at_a_scrape_is_exposed_and_nothing_of_earlier_ones() -> None:
     assert value(found, "replicas_late") == 1
     assert value(found, "run_info", run="run") == 1
     assert not [labels for _, labels in found if ("replica", "gone") in labels or ("rank", "b/1") in labels]
+
+
+def test_the_version_of_an_adapter_is_a_value_and_only_what_is_served_is_shown() -> None:
+    def served(name: str, version: int, *replicas: str) -> AdapterStatus:
+        return AdapterStatus(name, version, "", 8, None, replicas)
+
+    metrics = CoordinatorMetrics()
+    adapters = (served("alice/math", 2, "a", "b"), served("alice/math", 10, "a"), served("bob/code", 0, "b"))
+    found = samples(metrics, Gauges("run", 4, False, (), 1, 0, (), adapters=adapters))
+    assert value(found, "adapters") == 2
+    assert value(found, "adapter_version", adapter="alice/math") == 10
+    assert value(found, "adapter_replicas", adapter="alice/math") == 1, "of the newest version"
+    assert value(found, "adapter_version", adapter="bob/code") == 0
+
+    many = tuple(served(f"many/{number:04}", 7, "a") for number in range(1500))
+    found = samples(metrics, Gauges("run", 4, False, (), 1, 0, (), adapters=many))
+    shown = {str(dict(labels)["adapter"]) for name, labels in found if name == "adapter_version"}
+    assert shown == {f"many/{number:04}" for number in range(1000)}, "labels have an end, and retired names are gone"
+    assert value(found, "adapters") == 1500
+    assert value(samples(metrics), "adapters") == 0
 
 
 def test_rounds_are_added_up() -> None:

@@ -117,8 +117,15 @@ def change(model, seed):
                 one.copy_(torch.randn(one.shape, generator=generator, device=model.device) * 0.2)
 
 
+def share_of_gpu(manifest, ranks):
+    """The share of a GPU that vLLM needs for its weights, its steps and a few short requests: a trainer may be on the same GPU."""
+    need = 1.08 * manifest.nbytes / ranks + 2.5e9
+    return round(need / torch.cuda.get_device_properties(0).total_memory, 3)
+
+
 @contextmanager
-def vllm_joined(folder, dummy, server, ranks=1, transport=None):
+def vllm_joined(folder, share, server, ranks=1, transport=None):
+    """A vLLM that has joined, with its ``share`` of the GPU's memory if the checkpoint has only shapes."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
@@ -126,8 +133,8 @@ def vllm_joined(folder, dummy, server, ranks=1, transport=None):
 
     began = time.perf_counter()
     llm = LLM(
-        model=str(folder), load_format="dummy" if dummy else "auto", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-        gpu_memory_utilization=0.45 if dummy else 0.1, max_model_len=256, max_num_seqs=4, enforce_eager=False,
+        model=str(folder), load_format="dummy" if share else "auto", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+        gpu_memory_utilization=share or 0.1, max_model_len=256, max_num_seqs=4, enforce_eager=False,
         tensor_parallel_size=ranks,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
         weight_transfer_config=WeightTransferConfig(backend="weightsync"),
@@ -139,7 +146,7 @@ def vllm_joined(folder, dummy, server, ranks=1, transport=None):
         seen = {"vllm_start_s": round(started, 1), "join_s": round(time.perf_counter() - began, 2)}
         print("JOINED " + json.dumps(seen), flush=True)
         yield llm, attached, seen
-    if dummy:
+    if share:
         llm.llm_engine.engine_core.shutdown()  # a process of its own, which would outlive this one
 
 
@@ -181,7 +188,7 @@ def check_tiny(ranks, transport, moe=False):
         published, options = reference, {}
         if moe:
             published, options = copy.deepcopy(reference).float(), {"dtype": torch.bfloat16}
-        with vllm_joined(folder, False, server, ranks, transport) as (llm, attached, seen):
+        with vllm_joined(folder, 0.0, server, ranks, transport) as (llm, attached, seen):
             model, calls = torch.nn.Module(), []
             if ranks == 1:  # else it is in other processes
                 model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -234,7 +241,8 @@ def measure(name, rounds, ranks, transport, format_name, changed):
     manifest = served(manifest_for(name), format_name)
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server:
         shapes_only(folder, manifest, bool(format_name))
-        with vllm_joined(folder, True, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
+        share = share_of_gpu(manifest, ranks)
+        with vllm_joined(folder, share, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
             trainers = [
                 owned.enter_context(Peer("weightsync_bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
                 for rank in range(ranks)
@@ -255,6 +263,7 @@ def measure(name, rounds, ranks, transport, format_name, changed):
                     "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
                 }), flush=True)  # fmt: skip
             print("generates with the graphs captured before:", tokens(llm, attached)[1] != before, flush=True)
+            owned.close()  # vLLM's reload needs the weights a second time on its GPU
             if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1":
                 shapes = [(spec.name, spec.shape, spec.dtype) for spec in manifest]
                 print("vLLM's own reload, s:", [llm.collective_rpc(own_reload, args=(shapes,)) for _ in range(3)], flush=True)

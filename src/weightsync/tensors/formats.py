@@ -279,6 +279,7 @@ _DEEPSEEK, _COMPRESSED, _TORCHAO = "DeepGEMM per_block_cast_to_fp8", "compressed
 _FORMATS: tuple[Format, ...] = (
     _BlockFp8("fp8-block", _DEEPSEEK, (128, 128), "weight", "weight_scale_inv"),
     _BlockFp8("fp8-block-e8m0", _DEEPSEEK, (128, 128), "weight", "weight_scale_inv", power=True),
+    _Scaled("fp8-block-compressed", _COMPRESSED, (128, 128), "weight", "weight_scale"),
     _Scaled("fp8-channel", _COMPRESSED, (1, 0), "weight", "weight_scale"),
     _Scaled("fp8-tensor", _COMPRESSED, (0, 0), "weight", "weight_scale"),
     _Mx("mxfp8", f"{_TORCHAO} to_mx (RCEIL)", (1, 32), "weight", "weight_scale"),

@@ -63,25 +63,29 @@ def test_deep_gemm(dtype: torch.dtype, power: bool) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["fp8-channel", "fp8-tensor", "int4-group32", "int4-group128"])
+@pytest.mark.parametrize("name", ["fp8-block-compressed", "fp8-channel", "fp8-tensor", "int4-group32", "int4-group128"])
 def test_compressed_tensors(dtype: torch.dtype, name: str) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    values = matrix(dtype)
+    values = matrix(dtype)[:200, :384] if name == "fp8-block-compressed" else matrix(dtype)
     integers = name.startswith("int4")
     group = int(name.removeprefix("int4-group")) if integers else None
-    strategy = "group" if integers else name.removeprefix("fp8-")
+    strategy = "group" if integers else name.split("-")[1]
     args = QuantizationArgs(
-        num_bits=4 if integers else 8, type="int" if integers else "float", strategy=strategy, group_size=group, symmetric=True
-    )
+        num_bits=4 if integers else 8, type="int" if integers else "float", strategy=strategy, group_size=group, symmetric=True,
+        block_structure=[128, 128] if strategy == "block" else None,
+    )  # fmt: skip
     cut = values.view(256, -1, group) if group else values
-    dims = (0, 1) if strategy == "tensor" else (cut.dim() - 1,)
+    if strategy == "block":
+        cut = torch.nn.functional.pad(values, (0, 0, 0, 56)).view(2, 128, 3, 128)
+    dims = {"tensor": (0, 1), "block": (1, 3)}.get(strategy, (cut.dim() - 1,))
     keep = strategy == "channel"
     scale, _ = calculate_qparams(cut.amin(dims, keepdim=keep), cut.amax(dims, keepdim=keep), args)
-    data = quantize(values, scale, None, args, dtype=torch.int8 if integers else torch.float8_e4m3fn)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % 128)) if strategy == "block" else values
+    data = quantize(padded, scale, None, args, dtype=torch.int8 if integers else torch.float8_e4m3fn)[: len(values)]
     theirs = (pack_to_int32(data, 4), scale, torch.tensor(values.shape)) if integers else (data, scale)
     assert_same(reference(name, values), theirs)
 

@@ -15,6 +15,7 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NAMES = {
     "fp8-block": ("weight", "weight_scale_inv"),
     "fp8-block-e8m0": ("weight", "weight_scale_inv"),
+    "fp8-block-compressed": ("weight", "weight_scale"),
     "fp8-channel": ("weight", "weight_scale"),
     "fp8-tensor": ("weight", "weight_scale"),
     "mxfp8": ("weight", "weight_scale"),
@@ -30,6 +31,8 @@ NAMES = {
 def reference(name: str, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Quantize a whole matrix. ``largest`` is the largest absolute value of all fused matrices; by default, of this one."""
     largest = matrix.abs().max() if largest is None else largest
+    if name == "fp8-block-compressed":
+        return _compressed_blocks(matrix)
     if name.startswith("fp8-block"):
         return _deepseek(matrix, power=name.endswith("e8m0"))
     if name == "fp8-channel":
@@ -62,6 +65,17 @@ def _compressed(matrix: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tenso
     scale = (maxima.float() / 448).to(matrix.dtype)  # what an operation on bfloat16 does
     scale[scale == 0] = torch.finfo(matrix.dtype).eps
     return (matrix / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def _compressed_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    data = torch.zeros(matrix.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(-(-matrix.shape[0] // 128), -(-matrix.shape[1] // 128), dtype=matrix.dtype)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
+            data[block], scale = _compressed(matrix[block], matrix[block].abs().max().reshape(1))
+            scales[row, column] = scale
+    return data, scales
 
 
 def _int4(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:

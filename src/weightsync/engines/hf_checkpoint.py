@@ -52,15 +52,15 @@ def checkpoint_of(model: str, revision: str | None, config: object) -> HfCheckpo
         config: Hugging Face configuration of the model.
 
     Raises:
-        ConfigurationError: There are neither files nor a Transformers class.
+        ConfigurationError: There are neither files nor a Transformers class, or there are no files of a quantized checkpoint.
     """
     headers = _headers(_folder(model, revision))
     built = _built(config)
     if not headers:
-        if built is None:
+        if built is None or getattr(config, "quantization_config", None):
             raise ConfigurationError(
-                f"{model} has no local safetensors files, and Transformers has no class for its configuration, so the tensors of "
-                "this engine are unknown"
+                f"{model} has no local safetensors files, and Transformers has no class for its configuration, or none with its "
+                "quantized tensors, so the tensors of this engine are unknown"
             )
         return HfCheckpoint(built, tuple(spec.name for spec in built))
     # A trainer's model has the same ties.

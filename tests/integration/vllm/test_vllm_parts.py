@@ -70,6 +70,9 @@ def test_without_files_the_configuration_says_it(tmp_path: Path) -> None:
     assert checkpoint_of(str(tmp_path), None, made.config).manifest == manifest_of(made)
     with pytest.raises(ConfigurationError, match="tensors of this engine are unknown"):
         checkpoint_of(str(tmp_path), None, object())
+    made.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ConfigurationError, match="or none with its quantized tensors"):
+        checkpoint_of(str(tmp_path), None, made.config)
 
 
 @pytest.mark.parametrize(

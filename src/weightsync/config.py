@@ -300,7 +300,7 @@ class Timeouts(_Checked, frozen=True, kw_only=True):
     publish: Seconds = 300.0
     """Seconds for a publication, from the call to the round's result; and for storing a version, which ``close`` waits for."""
     replicas: Seconds = 600.0
-    """Seconds that ``Trainer.wait_for_replicas`` waits."""
+    """Seconds that ``Trainer.wait_for_replicas`` waits, and that ``Trainer(quantize="as-served")`` waits for the first replica."""
     version: Seconds = 600.0
     """Seconds that ``Engine.wait_for_version`` waits."""
 

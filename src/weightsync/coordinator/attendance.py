@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 from weightsync.config import Require
@@ -12,7 +13,7 @@ from weightsync.coordinator.publish_barrier import RETURN_SECONDS
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.replicas import Replica
-from weightsync.errors import DeadlineExceeded, ManifestMismatch, MembershipError
+from weightsync.errors import Aborted, DeadlineExceeded, ManifestMismatch, MembershipError
 from weightsync.protocol.messages import WaitForReplicas
 from weightsync.protocol.notices import reminding
 
@@ -28,6 +29,12 @@ class Attendance:
         self._news = asyncio.Event()
         self._ready: frozenset[str] | None = None
         self._waits: Counter[str] = Counter()
+        self._closed = False
+
+    def close(self) -> None:
+        """End the waits for a whole replica. Safe twice."""
+        self._closed = True
+        self.changed()
 
     def changed(self) -> None:
         """Record that a rank joined or left, and wake all waiters."""
@@ -65,17 +72,39 @@ class Attendance:
                         )
                     ):
                         raise ManifestMismatch(_lack(refused))
-                    news = self._news
-                    try:
-                        async with asyncio.timeout_at(limit.at):
-                            await news.wait()
-                    except TimeoutError:
-                        raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {self._wanted(count, wanted)}") from None
+                    await self._next(limit, lambda: self._wanted(count, wanted))
         finally:
             self._waits[member] -= 1
             if not self._waits[member]:
                 del self._waits[member]
         return tuple(sorted(self.ready()))
+
+    async def whole(self, timeout: float) -> Replica:
+        """Return a replica whose ranks are all connected, and whose tensors are known, when there is one. No trainer is needed.
+
+        Raises:
+            ManifestMismatch: Two such replicas hold different tensors. The message names both.
+            DeadlineExceeded: ``timeout`` seconds passed.
+            Aborted: The coordinator was closed.
+        """
+        replicas, limit = self._members.replicas, RoundDeadline(timeout)
+        while not self._closed:
+            whole = [replica for replica in replicas.values() if replica.complete and not replica.takes_any]
+            for other in whole[1:]:
+                whole[0].manifest.check_same(other.manifest, f"replica {other.name}, unlike replica {whole[0].name},")
+            if whole:
+                return whole[0]
+            await self._next(limit, lambda: f"a whole replica with tensors; there are: {', '.join(replicas) or 'none'}")
+        raise Aborted("the coordinator is closed")
+
+    async def _next(self, limit: RoundDeadline, wanted: Callable[[], str]) -> None:
+        """Wait for the next change. An error says what was ``wanted``."""
+        news = self._news
+        try:
+            async with asyncio.timeout_at(limit.at):
+                await news.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {wanted()}") from None
 
     async def returned(self, require: Require, seconds: float) -> None:
         """Wait until a round can satisfy ``require``, if replicas that it needs have just lost their connection.

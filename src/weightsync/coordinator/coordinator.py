@@ -80,7 +80,7 @@ class Coordinator:
         self._publications = Publications()
         self._feed = Feed()
         self._rendezvous = PublishBarrier(self._members, self._publications, self._start_publication, self._updating)
-        self._attendance = Attendance(self._members)
+        self.attendance = Attendance(self._members)
         self.stored = StoredVersions(self._members, self._publications, store_key)
         """What the trainer stores."""
         self._lock = asyncio.Lock()
@@ -101,8 +101,7 @@ class Coordinator:
         self._keyed = KeyedDigester(self._members, self._planner)
         self._preparing = PreparingAhead(self._members, self._planner, settings.timeout, self._spawn)
         self.loras = Loras(settings, self._members, self._keyed, (self._lock, self._serialize), self._spawn)
-        self._closed = False
-        self._started = time.time()
+        self._closed, self._started = False, time.time()
 
     # Membership.
 
@@ -128,7 +127,7 @@ class Coordinator:
                 _log.warning("replica %s is refused and rounds skip it: %s", replica.name, replica.refusal)
                 for link in replica.links.values():
                     link.node.notify(f"rounds skip this engine: {replica.refusal}")
-        self._attendance.changed()
+        self.attendance.changed()
         self._seed_wanted()
         self._preparing.stop_all()  # it prepares for the trainer's earlier ranks
         for replica in self._members.replicas.values():
@@ -155,7 +154,7 @@ class Coordinator:
             self._reconcile(replica)
             self._prepare_ahead(replica)
             self.loras.replica_joined(replica)
-        self._attendance.changed()
+        self.attendance.changed()
         return replica.refusal or ""
 
     def leave(self, node: RankNode[Any], reason: str = "its connection closed", clean: bool = False) -> None:
@@ -166,7 +165,7 @@ class Coordinator:
             self._publications.withdraw(node.rank.member)
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
-            self._attendance.changed()
+            self.attendance.changed()
             if isinstance(node.rank, TrainerRank):  # a hanging rank must not delay the next preparation
                 self._preparing.stop_all()
             else:
@@ -299,7 +298,7 @@ class Coordinator:
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
-        return await self._attendance.wait(link, asked, RoundDeadline(timeout))
+        return await self.attendance.wait(link, asked, RoundDeadline(timeout))
 
     def _start_publication(self, asked: AgreedPublication) -> asyncio.Task[RoundResult]:
         left = asked.deadline.left
@@ -314,7 +313,7 @@ class Coordinator:
             async with self._serialize(deadline) as queued:
                 if (asked.epoch, asked.number) <= (last := self._publications.own):
                     raise VersionError(f"version {asked.number} cannot be published: the last one is {last[1]}. {REMEDY}")
-                await self._attendance.returned(self.settings.require, deadline.remaining("the round") / 4)
+                await self.attendance.returned(self.settings.require, deadline.remaining("the round") / 4)
                 replicas, absent = self._members.taking_part(), [left_out(replica) for replica in self._members.left_out()]
                 updated = self._wanted.intersection(replica.name for replica in replicas if replica.complete)
                 self._wanted -= updated
@@ -570,6 +569,7 @@ class Coordinator:
         """Cancel running work, which quarantines replicas in the middle of an update, and end all subscriptions. Idempotent."""
         self._closed = True
         self._rendezvous.close()
+        self.attendance.close()
         self.loras.close()
         for task in self._tasks:
             task.cancel()

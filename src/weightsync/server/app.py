@@ -40,11 +40,13 @@ from weightsync.server.openapi import Operation, Revocation, RoundRequest, decod
 from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
 from weightsync.server.routers import Routers
+from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served
 from weightsync.server.snapshots import Snapshot
 
 _HOLDER = "weightsync.holder"
 """Entry of an ASGI scope: the kind of secret that the peer has proved."""
 _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
+_SECONDS = (("timeout", Annotated[int, msgspec.Meta(ge=1, le=MOST_SECONDS)]),)
 
 OPERATIONS = (
     Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
@@ -60,6 +62,9 @@ OPERATIONS = (
         errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN),
     ),
     Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
+    Operation(
+        "get", SERVED_PATH, "The tensors that replicas hold; waits for the first.", Served, query=_SECONDS, errors=_CONFLICTS
+    ),
     Operation(
         "post",
         "/v1/rounds",
@@ -105,7 +110,7 @@ OPERATIONS = (
     Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
     Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
 )
-_UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events")  # the first two must always answer, the last has a limit of its own
+_UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events", SERVED_PATH)  # must always answer; has its own limit; waits
 _SHOWN_ROUNDS = 20
 _KINDS: tuple[SecretKind, ...] = get_args(SecretKind)
 _OPERATOR = "WEIGHTSYNC_OPERATOR_TOKEN or WEIGHTSYNC_OPERATOR_TOKEN_FILE"
@@ -144,6 +149,7 @@ class Service:
             Route("/", self._page),
             Route(CHALLENGE_PATH, self._challenge),
             Route("/v1/status", self._status),
+            Route(SERVED_PATH, self._served),
             Route("/v1/rounds", operators_only(self._round), methods=["POST"]),
             Route("/v1/rounds", self._rounds),
             Route("/v1/trace", self._trace),
@@ -221,6 +227,10 @@ class Service:
 
     async def _status(self, request: Request) -> Response:
         return _answer(self._state.get())
+
+    async def _served(self, request: Request) -> Response:
+        replica = await self._coordinator.attendance.whole(_number(request, "timeout", 1, MOST_SECONDS))
+        return _answer(encode_served(replica.name, replica.manifest))
 
     async def _openapi(self, request: Request) -> Response:
         return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), release()))

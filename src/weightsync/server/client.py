@@ -19,6 +19,7 @@ from weightsync.protocol.messages import RoundResult, decoding
 from weightsync.server.history import RoundRecord
 from weightsync.server.http_client import EventReader, blocking_http, check, decoded, event_timeout
 from weightsync.server.openapi import Revocation, RoundRequest
+from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served
 
 _GRACE = 10.0  # seconds that an answer may come later than the round's own deadline
 _ROUND_SECONDS = 86400.0
@@ -47,6 +48,11 @@ class Client(Closeable):
     def status(self) -> Status:
         """Who serves which version."""
         return decoded(self._request("GET", "/v1/status"), Status, self._settings)
+
+    def served(self, seconds: float) -> Served:
+        """Tensors that the replicas hold. Waits up to ``seconds`` for the first replica."""
+        asked = min(max(1, round(seconds)), MOST_SECONDS)
+        return decoded(self._request("GET", f"{SERVED_PATH}?timeout={asked}", seconds=asked + _GRACE), Served, self._settings)
 
     def start_round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
         """Bring ``replicas`` (``None``: all that are behind) to the version in the trainer's regions; returns when it is over.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -297,16 +297,17 @@ _FORMATS: tuple[Format, ...] = (
 FORMATS: Mapping[str, Format] = {format_.name: format_ for format_ in _FORMATS}
 """All formats by name."""
 
-_REFUSED = ("gguf", "awq", "bitsandbytes", "gptq")
+REFUSED = ("gguf", "awq", "bitsandbytes", "gptq")
+"""Methods that a trainer cannot write."""
 
 
-def format_of(name: str, scale_name: str | None = None) -> Format:
-    """Return the format called ``name``, with another name of its scales if one is given.
+def format_of(name: str) -> Format:
+    """Return the format called ``name``.
 
     Raises:
         ConfigurationError: There is none.
     """
     if name not in FORMATS:
-        why = " cannot be written by a trainer: its scales depend on more than the weights" if name in _REFUSED else " is unknown"
+        why = " cannot be written by a trainer: its scales depend on more than the weights" if name in REFUSED else " is unknown"
         raise ConfigurationError(f"quantization format {name!r}{why}; formats: {', '.join(FORMATS)}")
-    return FORMATS[name] if scale_name is None else replace(FORMATS[name], scale_name=scale_name)
+    return FORMATS[name]

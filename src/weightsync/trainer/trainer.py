@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Literal
 
 import torch
@@ -55,9 +54,10 @@ from weightsync.protocol.round_log import MissedReplicas, log_result
 from weightsync.protocol.worker import received_for
 from weightsync.publishing.published_shards import network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
-from weightsync.tensors.quantization import formats_by_pattern
+from weightsync.tensors.served_formats import Quantize
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.background import Background, wait_until_free
+from weightsync.trainer.format_choice import AS_SERVED, format_choice
 from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
@@ -100,8 +100,9 @@ class Trainer(Closeable):
     end, also after a failure. With ``seeds=False`` on every rank a version can be read only until its publication ends. With
     ``new_epoch=True`` on every rank a trainer that continues from an earlier checkpoint may use version numbers again.
     With ``deltas=True`` (or the most bytes of lists) replicas read only words that changed; it takes one more copy of the shards.
-    ``quantize`` publishes matrices in low precision, each as data and scales under the names of a quantized checkpoint: it maps
-    patterns of names to formats (``{"*_proj.weight": "fp8-block"}``; ``None`` leaves what matches), the same on every rank.
+    ``quantize``, the same on every rank, publishes matrices in low precision, under the names of a quantized checkpoint: a mapping
+    of patterns to formats (``{"*_proj.weight": "fp8-block"}``), a ``quantization_config``, the folder of a checkpoint with one, or
+    ``"as-served"``, for what the first engine holds. Its coordinator runs already, and the constructor waits for the engine.
     ``pause_mode``, the same on every rank, is what an update does to running requests: ``"abort"`` ends them with partial output,
     ``"wait"`` lets them finish, ``"keep"`` continues them; it defaults to the coordinator's (``abort``). Close it, or use ``with``.
 
@@ -136,7 +137,7 @@ class Trainer(Closeable):
         restore: Callable[[], object] | None = None,
         seeds: bool = True,
         deltas: bool | int = False,
-        quantize: Mapping[str, str | None] | None = None,
+        quantize: Quantize | None = None,
         new_epoch: bool = False,
         pause_mode: PauseMode | None = None,
         timeouts: Timeouts | None = None,
@@ -168,7 +169,8 @@ class Trainer(Closeable):
         """Reentrant, as that one knows whose it is: only what this thread took is given back."""
         self._host = this_host()
         with ExitStack() as owned:
-            settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, start_coordinator)
+            may_start = start_coordinator and quantize != AS_SERVED  # engines join before this trainer
+            settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, may_start)
             self.coordinator = settings.coordinator.url
             key, network = secrets.token_bytes(32), network_of(settings)
             allowed = self._allowed(transports, network)
@@ -179,18 +181,15 @@ class Trainer(Closeable):
                 ranks = None if quantize is None or self.world_size == 1 else MaximaGroup(self.rank, self.world_size)
                 self._role = TrainerRole(
                     state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
-                    seeds=seeds, ranks=ranks, quantize=None if quantize is None else partial(formats_by_pattern, patterns=quantize),
+                    seeds=seeds, ranks=ranks, quantize=None if quantize is None else format_choice(quantize, settings),
                 )  # fmt: skip
             owned.callback(self._role.close)
             owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)  # it finds the link closed
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed
+            receive = received_for(self._role.handle)
             self._link = CoordinatorConnection(
-                settings,
-                hello=self._hello,
-                receive=received_for(self._role.handle),
-                on_welcome=self._welcomed,
-                name=f"trainer/{self.rank}",
+                settings, hello=self._hello, receive=receive, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
             )
             owned.callback(self._link.close)
             self._requests.link = self._link

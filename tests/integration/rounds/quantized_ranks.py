@@ -54,7 +54,7 @@ def main(rank: int, store: str, coordinator: str) -> None:
         except weightsync.WeightSyncError as error:
             outcomes.append(f"{type(error).__name__}: {error}")
 
-    with weightsync.Trainer(module, coordinator, quantize=FORMATS) as trainer:
+    with weightsync.Trainer(module, coordinator, quantize=FORMATS if rank else "as-served") as trainer:
         trainer.wait_for_replicas(1, timeout=60)
         for number in (1, 2):
             fill(module, number, rank)

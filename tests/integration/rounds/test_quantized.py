@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from tests.integration.rounds.test_rounds import Joined
 from tests.unit.tensors.quantized_references import NAMES, reference
 from torch import nn
 
-from weightsync.config import ServerSettings
+from weightsync import Receiver, Trainer
+from weightsync.config import ServerSettings, Timeouts
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, ManifestMismatch
+from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, ManifestMismatch
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.stream import Stream
 
@@ -142,6 +144,80 @@ def test_inf_fails_the_publication_while_replicas_serve(joined: Joined, name: st
         source.weight[5, 5] = 1
     trainer.publish(3, timeout=20)
     assert_serves(target, quantized(source, {"weight": name}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_engine_holds_is_published(joined: Joined, name: str) -> None:
+    torch.manual_seed(5)
+    source = nn.Sequential(nn.Linear(256, 150), nn.LayerNorm(150), nn.Linear(150, 8)).bfloat16()
+    target = Served(quantized(source, {"0.weight": name}))
+    joined.engine(ModuleAdapter(target))
+    trainer = joined.trainer(source, quantize="as-served")
+    assert trainer.publish(timeout=20).replicas[0].verified == "installed"
+    assert_serves(target, quantized(source, {"0.weight": name}))
+
+
+def test_an_engine_without_quantized_weights_gets_them_as_they_are(joined: Joined, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = nn.Linear(128, 128), nn.Linear(128, 128)
+    joined.engine(ModuleAdapter(target))
+    with caplog.at_level("INFO"):
+        joined.trainer(source, quantize="as-served").publish(timeout=20)
+    assert_serves(target, quantized(source, {}))
+    assert "0 of 2 tensors are published quantized, because replica replica-0 holds no quantized ones" in caplog.text
+
+
+def test_a_trainer_waits_for_the_first_engine_and_a_receiver_is_none(joined: Joined) -> None:
+    source = nn.Linear(128, 128, bias=False).bfloat16()
+    target = Served(quantized(source, {"weight": "fp8-block"}))
+    with (
+        Receiver("other", joined.server.url, token=joined.server.token),
+        pytest.raises(DeadlineExceeded, match="waited 1 s for a whole replica with tensors; there are: other"),
+    ):
+        joined.trainer(source, quantize="as-served", timeouts=Timeouts(replicas=0.5))
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(joined.trainer, source, quantize="as-served")
+        with pytest.raises(TimeoutError):
+            made.result(0.3)
+        joined.engine(ModuleAdapter(target))
+        made.result(20).publish(timeout=20)
+    assert_serves(target, quantized(source, {"weight": "fp8-block"}))
+
+
+def test_engines_that_hold_different_formats_are_named(joined: Joined) -> None:
+    source = nn.Linear(128, 128, bias=False).bfloat16()
+    for replica, name in (("a", "fp8-block"), ("b", "fp8-channel")):
+        joined.engine(ModuleAdapter(Served(quantized(source, {"weight": name}))), replica)
+    with pytest.raises(ManifestMismatch, match=r"replica b, unlike replica a,(?s:.*)unexpected: weight_scale"):
+        joined.trainer(source, quantize="as-served")
+
+
+def test_an_engine_in_no_known_format_is_an_error_before_the_trainer_joins(joined: Joined) -> None:
+    awq = {"qweight": torch.zeros(128, 16, dtype=torch.int32), "qzeros": torch.zeros(1, 16, dtype=torch.int32)}
+    joined.engine(ModuleAdapter(Served({f"0.{name}": value for name, value in awq.items()})))
+    with pytest.raises(ConfigurationError, match=r"replica replica-0 holds 0\.weight .* in no format .*: 0\.qweight \(int32 \["):
+        joined.trainer(nn.Sequential(nn.Linear(128, 128, bias=False)), quantize="as-served")
+
+
+def test_what_is_served_is_asked_of_a_coordinator_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTSYNC_COORDINATOR", raising=False)
+    with pytest.raises(CoordinatorUnreachable):
+        Trainer(nn.Linear(8, 8), quantize="as-served", token="0" * 64)
+
+
+def test_a_quantization_config_and_a_checkpoint_with_one(joined: Joined, tmp_path: Path) -> None:
+    source = nn.ModuleDict({"q_proj": nn.Linear(256, 64), "lm_head": nn.Linear(64, 8)}).bfloat16()
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    for place, quantize in enumerate((config, tmp_path)):
+        target = Served(quantized(source, {"q_proj.weight": "fp8-block"}))
+        with (
+            joined.trainer(source, quantize=quantize) as trainer,
+            joined.engine(ModuleAdapter(target), f"replica-{place}"),
+        ):
+            trainer.publish(timeout=20)
+        assert_serves(target, quantized(source, {"q_proj.weight": "fp8-block"}))
+    with pytest.raises(ConfigurationError, match="quant_method 'awq': its scales depend"):
+        joined.trainer(source, quantize={"quant_method": "awq"})
 
 
 def test_an_engine_that_holds_another_format_is_refused_by_name(joined: Joined) -> None:

@@ -7,13 +7,15 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-from tests.integration.server.service_support import engine_hello, joined, trainer_hello
+from tests.integration.server.service_support import MANIFEST, engine_hello, joined, trainer_hello
 
 from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
 from weightsync.coordinator.events import Event, Left, ReplicaEnded, RoundEnded, RoundStarted
@@ -24,11 +26,13 @@ from weightsync.errors import (
     MembershipError,
     ProtocolError,
     StaleSource,
+    WeightSyncError,
 )
 from weightsync.protocol.messages import Publish, Published
 from weightsync.server import server as serving
 from weightsync.server.app import OPERATIONS
 from weightsync.server.client import Client
+from weightsync.server.served import SERVED_PATH, Served
 from weightsync.server.server import BackgroundServer, _has
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
@@ -181,6 +185,29 @@ def test_a_body_that_is_too_large_is_not_read(http: httpx.Client) -> None:
 def test_unknown_routes_and_methods_are_problems(http: httpx.Client) -> None:
     assert (http.get("/v1/nothing").status_code, http.get("/v1/nothing").json()["kind"]) == (404, "NotFound")
     assert (http.delete("/v1/status").status_code, http.delete("/v1/status").json()["kind"]) == (405, "MethodNotAllowed")
+
+
+def test_what_is_served_is_waited_for(server: BackgroundServer, settings: ClientSettings, http: httpx.Client) -> None:
+    for query in ("timeout=0", "timeout=x", "timeout=86401", "other=1"):
+        assert http.get(f"{SERVED_PATH}?{query}").status_code == 400
+    late = http.get(f"{SERVED_PATH}?timeout=1")
+    assert (late.status_code, late.json()["kind"]) == (504, "DeadlineExceeded")
+    with Client(settings) as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.served, 20)
+        with joined(settings, engine_hello("a")):
+            assert waiting.result(20) == Served("a", MANIFEST.tensors)
+
+
+def test_a_wait_for_what_is_served_ends_with_the_coordinator(settings: ClientSettings, server: BackgroundServer) -> None:
+    with Client(settings) as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.served, 60)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        begun = time.monotonic()
+        server.stop()
+        with pytest.raises(WeightSyncError):
+            waiting.result(10)
+        assert time.monotonic() - begun < 10
 
 
 def test_readers_of_events_are_counted(server: BackgroundServer, settings: ClientSettings, http: httpx.Client) -> None:

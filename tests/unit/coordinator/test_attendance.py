@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec import structs
+from tests.unit.coordinator.contents import MANIFEST
 from tests.unit.coordinator.fakes import world_of
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.replicas import Replica
-from weightsync.errors import MembershipError, ProtocolError
+from weightsync.errors import DeadlineExceeded, ManifestMismatch, MembershipError, ProtocolError
+from weightsync.model import Manifest
 from weightsync.protocol.messages import Call, WaitForReplicas, decode, encode
 
 NAMES = tuple(f"{number:x}" for number in range(4096))
@@ -50,3 +53,21 @@ async def test_a_rank_waits_a_few_times_at_once_and_a_join_is_looked_at_once(mon
         wait.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
     assert await world.coordinator.wait_for_replicas("trainer/0", WaitForReplicas(1), 1.0) == ("a",)
+
+
+@virtual
+async def test_a_replica_is_waited_for_until_all_of_its_ranks_are_there_without_a_trainer() -> None:
+    world = world_of(0)
+    world.add_engine("a", 0, 2)
+    with pytest.raises(DeadlineExceeded, match="waited 5 s for a whole replica with tensors; there are: a"):
+        await world.coordinator.attendance.whole(5.0)
+    asked = asyncio.ensure_future(world.coordinator.attendance.whole(60.0))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    world.add_engine("a", 1, 2)
+    assert (await asked).name == "a"
+    world.add_replica("b")
+    assert (await world.coordinator.attendance.whole(5.0)).name == "a"
+    world.add_replica("c", manifest=Manifest([structs.replace(spec, name=f"other.{spec.name}") for spec in MANIFEST]))
+    with pytest.raises(ManifestMismatch, match="replica c, unlike replica a, does not hold"):
+        await world.coordinator.attendance.whole(5.0)

@@ -41,8 +41,13 @@ def new_object_path(run: str, order: tuple[int, int], rank: int) -> str:
 
 def orders(store: ObjectStore, run: str) -> list[tuple[int, int]]:
     """Epoch and number of each version that the store lists, ascending."""
-    names = (_MANIFEST.fullmatch(item.path.rpartition("/")[2]) for item in store.list(f"{folder_of(run)}/versions"))
-    return sorted((int(name[1]), int(name[2])) for name in names if name is not None)
+    return list(_manifests(store, run))
+
+
+def _manifests(store: ObjectStore, run: str) -> dict[tuple[int, int], datetime]:
+    """When the manifest of each version was written."""
+    listed = ((_MANIFEST.fullmatch(item.path.rpartition("/")[2]), item) for item in store.list(f"{folder_of(run)}/versions"))
+    return dict(sorted(((int(name[1]), int(name[2])), item.modified) for name, item in listed if name is not None))
 
 
 def load(store: ObjectStore, run: str, order: tuple[int, int], public: bytes) -> StoredVersion:
@@ -86,7 +91,8 @@ def collect_garbage(
     """Remove all but the newest ``keep`` versions of a run, then what no version needs that is left.
 
     What a version needs stays, however old: its manifest names every object of its chains. Manifests go first, so that no version
-    is listed that lacks an object. Without ``grace`` seconds, nothing may be writing.
+    is listed that lacks an object. The newest version of any epoch stays for ``grace`` seconds: its trainer may be writing changes
+    since then. Without ``grace`` seconds, nothing may be writing.
 
     Raises:
         ConfigurationError: ``keep`` is below one.
@@ -95,17 +101,17 @@ def collect_garbage(
     """
     if keep < 1:
         raise ConfigurationError(f"at least one version must be kept, not {keep}")
-    listed = orders(store, run)
-    needed: set[str] = set()
-    for order in listed[-keep:]:
-        needed |= load(store, run, order, public).objects.keys()
     before = datetime.now(UTC) - timedelta(seconds=grace)
+    listed = _manifests(store, run)
+    last = {order[0]: order for order in listed}.values()
+    kept = {*list(listed)[-keep:], *(order for order in last if grace and listed[order] >= before)}
+    needed = {path for order in kept for path in load(store, run, order, public).objects}
     garbage = [
         item
         for item in store.list(f"{folder_of(run)}/objects")
-        if item.path not in needed and (item.modified < before or not grace)
+        if kept and item.path not in needed and (item.modified < before or not grace)
     ]
-    dropped = tuple(listed[:-keep])
+    dropped = tuple(order for order in listed if order not in kept)
     if not dry_run:
         for order in dropped:
             store.delete(manifest_path(run, order))

@@ -75,7 +75,8 @@ class LocalFiles:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(below)
                     elif entry.is_file(follow_symlinks=False):
-                        yield below, entry.stat(follow_symlinks=False)
+                        with suppress(FileNotFoundError):  # it was removed right now; the others are there
+                            yield below, entry.stat(follow_symlinks=False)
 
     def delete(self, path: str) -> None:
         """Remove a file. A link is removed itself."""

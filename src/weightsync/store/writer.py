@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,14 @@ from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.outcome import Latch
 from weightsync.protocol.messages import Body, ChangedWords, Done
 from weightsync.protocol.store_messages import ManifestStored, SignedManifest, StorePart
-from weightsync.store.catalog import collect_garbage, manifest_path, new_object_path
+from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, manifest_path, new_object_path
 from weightsync.store.containers import blocks_of, delta_header, key_header, lists_offset
 from weightsync.store.fold_kernel import lists_of_region
 from weightsync.store.objects import ObjectStore
 from weightsync.tensors.changes import Sections
+
+CoordinatorCall = Callable[[Body, float], Body]
+"""Calls the coordinator, which must answer within so many seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +89,11 @@ class RankObjects:
         self._store.put(path, _pieces((np.frombuffer(header, np.uint8), *parts), published.check, hashes))
         failpoints.reached("store.object_written")
         nbytes = len(header) + sum(map(len, parts))
-        return (*chain, StoredObject(path, "delta" if chain else "key", nbytes, len(header), b"".join(hashes)))
+        chain = (*chain, StoredObject(path, "delta" if chain else "key", nbytes, len(header), b"".join(hashes)))
+        for item in chain:
+            if self._store.size(item.path) != item.nbytes:
+                raise VersionError(f"the store does not keep {item.path} as it was written")
+        return chain
 
     def _lists(self, payload: Bytes, changed: ChangedWords) -> tuple[UInt32, UInt16]:
         """Ends and lists of the region's blocks, of changes that are listed by shards."""
@@ -94,9 +102,7 @@ class RankObjects:
         ends, lists = np.zeros(blocks_of(nbytes), np.uint32), np.empty(nbytes // 2, np.uint16)
         counts = payload[changed.counts :][: 2 * sections.blocks].copy()  # that no reader of them leaves the lists, if they change
         units = int(sections.list_ends(counts.view(np.uint16))[-1])
-        if units != changed.units:
-            raise StaleSource("the region holds the changes of another version")
-        used = lists_of_region(
+        used = -1 if units != changed.units else lists_of_region(
             table.ctypes.data, len(table), counts.ctypes.data, payload[changed.payload :].ctypes.data, payload.ctypes.data, nbytes,
             ends.ctypes.data, lists.ctypes.data,
         )  # fmt: skip
@@ -131,12 +137,13 @@ def _pieces(parts: Sequence[Bytes], check: Callable[[], None], hashes: list[byte
         yield piece
 
 
-class _VersionToStore:
+class _VersionToStore(NamedTuple):
     """A version to store."""
 
-    def __init__(self, version: Version, step: int | None, published: PublishedBytes) -> None:
-        self.version, self.step, self.published = version, step, published
-        self.over = Latch()
+    version: Version
+    step: int | None
+    published: PublishedBytes
+    over: Latch
 
 
 class StoreWriter:
@@ -149,19 +156,13 @@ class StoreWriter:
         objects: Writes the rank's objects.
         store: The store.
         rank: The rank's number.
-        call: Calls the coordinator, within seconds.
-        seconds: Longest time from an object to the manifest.
+        call: Calls the coordinator.
+        seconds: Longest time from an object to the manifest; at most a third of :data:`~weightsync.store.catalog.GRACE_SECONDS`.
         keep: Versions that rank 0 leaves in the store; ``None``: all.
     """
 
     def __init__(
-        self,
-        objects: RankObjects,
-        store: ObjectStore,
-        rank: int,
-        call: Callable[[Body, float], Body],
-        seconds: float,
-        keep: int | None,
+        self, objects: RankObjects, store: ObjectStore, rank: int, call: CoordinatorCall, seconds: float, keep: int | None
     ) -> None:
         self._objects, self._store, self._rank, self._call, self._seconds, self._keep = objects, store, rank, call, seconds, keep
         self._origin = Origin()
@@ -181,9 +182,8 @@ class StoreWriter:
 
     def store(self, version: Version, step: int | None, published: PublishedBytes) -> None:
         """Store ``version`` in the background. Returns at once."""
-        job = _VersionToStore(version, step, published)
-        self._last_over = job.over
-        self._jobs.put(job)
+        self._last_over = Latch()
+        self._jobs.put(_VersionToStore(version, step, published, self._last_over))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weightsync-store", daemon=True)
             self._thread.start()
@@ -218,11 +218,10 @@ class StoreWriter:
             self.nbytes += self._store_version(job.version, job.step, job.published)
             self.last = job.version
             self.seconds += time.monotonic() - started
-        except WeightSyncError as error:
-            self._failed(job.version, error)
         except Exception as error:  # noqa: BLE001 - training goes on, whatever fails here
             self._failed(job.version, error)
-            _log.exception("storing version %s failed by an unexpected error", job.version)
+            if not isinstance(error, WeightSyncError):
+                _log.exception("storing version %s failed by an unexpected error", job.version)
 
     def _failed(self, version: Version, error: Exception) -> None:
         self.dropped += 1
@@ -235,12 +234,17 @@ class StoreWriter:
                 raise Aborted("the trainer was closed")
             published.check()
 
-        chain = self._objects.write(version, PublishedBytes(published.payload, published.changed, check))
-        deadline = Deadline(self._seconds)
         (epoch, number), what = version.order, f"storing version {version}"
+        seconds = min(self._seconds, GRACE_SECONDS / 3)
+        # Garbage collection may take an object that is older for what a dead trainer left.
+        young = Deadline(GRACE_SECONDS - 2 * seconds)
+        chain = self._objects.write(version, PublishedBytes(published.payload, published.changed, check))
+        young.remaining(what)
+        deadline = Deadline(seconds)
         answer = self._call(StorePart(epoch, number, chain, step), deadline.remaining(what))
         if isinstance(answer, SignedManifest):
             failpoints.reached("store.manifest")
+            deadline.remaining(what)  # the same: this process may have been stopped for hours
             if not self._store.create(manifest_path(version.run, version.order), answer.data):
                 raise VersionError(f"the store has another version {version}: a run needs an id that no other run in the store has")
             failpoints.reached("store.manifest_written")

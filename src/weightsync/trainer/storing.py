@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from weightsync.config import ClientSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, WeightSyncError
 from weightsync.model import Version
-from weightsync.protocol.messages import Body, RoundResult
+from weightsync.protocol.messages import RoundResult
 from weightsync.store.objects import ObjectStore
-from weightsync.store.writer import PublishedBytes, RankObjects, StoreWriter
+from weightsync.store.writer import CoordinatorCall, PublishedBytes, RankObjects, StoreWriter
 from weightsync.trainer.stream import StreamRole
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.host.region import PublishedRegion
@@ -26,9 +25,7 @@ class Storing:
         TransportError: The store cannot be written.
     """
 
-    def __init__(
-        self, settings: ClientSettings, role: TrainerRole | StreamRole, rank: int, call: Callable[[Body, float], Body]
-    ) -> None:
+    def __init__(self, settings: ClientSettings, role: TrainerRole | StreamRole, rank: int, call: CoordinatorCall) -> None:
         self._seconds, self._role = settings.timeouts.publish, role
         self.writer: StoreWriter | None = None
         if settings.store is None:

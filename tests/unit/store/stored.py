@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,10 @@ class Rank:
         self.publisher = HostPublisher(manifest, shards, self.layout, self.memory.ctypes.data)
         self.objects = RankObjects(store, number, manifest, self.layout, every)
 
-    def place(self, number: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def place(self, number: int, epoch: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
         digests = self.publisher.place()
         self.changes.update(self.memory, np.zeros(1, np.int8))
-        self.changes.placed(1, number)
+        self.changes.placed(epoch, number)
         return digests
 
     def published(self) -> PublishedBytes:
@@ -71,8 +71,10 @@ class Rank:
 class StoringTrainer:
     """Holds ``state``; :meth:`publish` stores it as it is now."""
 
-    def __init__(self, where: Path | str, state: Mapping[str, torch.Tensor], ranks: int = 1, every: int = 16) -> None:
-        self.store, self.state = ObjectStore(str(where)), state
+    def __init__(
+        self, where: Path | str, state: Mapping[str, torch.Tensor], ranks: int = 1, every: int = 16, epoch: int = 1
+    ) -> None:
+        self.store, self.state, self.epoch = ObjectStore(str(where)), state, epoch
         self.key = SigningKey(new_secret())
         self.manifest = manifest_of(state)
         self.ranks = [Rank(self.store, rank, self.manifest, shards, every) for rank, shards in enumerate(cut(state, ranks))]
@@ -80,10 +82,15 @@ class StoringTrainer:
         self.kinds: list[tuple[str, ...]] = []
         """Of each version, the kinds of the objects that its ranks wrote."""
 
-    def place(self, number: int) -> tuple[Version, np.ndarray[Any, np.dtype[np.uint64]]]:
-        rows = {f"trainer/{rank}": one.place(number) for rank, one in enumerate(self.ranks)}
+    def place(
+        self, number: int, rank_begins: Callable[[int], None] = lambda rank: None
+    ) -> tuple[Version, np.ndarray[Any, np.dtype[np.uint64]]]:
+        rows = {}
+        for rank, one in enumerate(self.ranks):
+            rank_begins(rank)
+            rows[f"trainer/{rank}"] = one.place(number, self.epoch)
         totals = coverage_of(self.manifest, self.layouts, "the trainer").total(rows)
-        return Version(RUN, number, self.manifest.fingerprint, fold(totals)), totals
+        return Version(RUN, number, self.manifest.fingerprint, fold(totals), self.epoch), totals
 
     def described(
         self, version: Version, totals: np.ndarray[Any, np.dtype[np.uint64]], chains: Sequence[tuple[StoredObject, ...]]

@@ -1,0 +1,128 @@
+"""Random schedules over a store that fails: every listed version is what was published, or is refused. And what they found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from obstore.exceptions import AlreadyExistsError
+from tests.unit.store.random_store import run_schedule
+from tests.unit.store.store_mutants import STORE_MUTANTS
+from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
+from tests.unit.store.storing_process import Signing
+
+from weightsync import failpoints
+from weightsync.deadline import Deadline
+from weightsync.errors import StaleSource, VersionError
+from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, orders
+from weightsync.store.local_files import LocalFiles
+from weightsync.store.objects import ObjectStore
+from weightsync.store.signing import new_secret
+
+_SCHEDULES = 100
+
+
+def test_every_listed_version_is_what_was_published_whatever_fails(seed: int) -> None:
+    first = seed % 1_000_000
+    injected = set[str]()
+    for number in range(first, first + _SCHEDULES):
+        schedule = run_schedule(number)
+        assert not schedule.wrong, f"run_schedule({number}): {schedule.wrong}"
+        injected |= schedule.injected.keys()
+    assert injected >= {"fails", "answer lost", "slow", "stalls", "dies", "listed late", "torn", "flipped"}
+
+
+@pytest.mark.parametrize("name", STORE_MUTANTS)
+def test_a_planted_bug_is_noticed(name: str) -> None:
+    with STORE_MUTANTS[name]():
+        assert any(run_schedule(number).wrong for number in range(3 * _SCHEDULES))
+
+
+# What they found, or what stands in the way of it.
+
+
+def test_a_file_that_is_removed_while_its_folder_is_listed_hides_no_other(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.manifest").touch()
+    listing = LocalFiles(str(tmp_path)).list("")
+    found = {next(listing)[0]}
+    removed = next(path for path in tmp_path.iterdir() if path.name not in found)
+    removed.unlink()
+    found |= {path for path, _ in listing}
+    assert found == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_version_whose_answer_was_lost_is_not_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+
+    store, put = ObjectStore(str(tmp_path)), obstore.put
+
+    def asked_again(*arguments: object, **options: object) -> None:
+        put(*arguments, **options)  # type: ignore[arg-type]
+        raise AlreadyExistsError("the second time")
+
+    monkeypatch.setattr(obstore, "put", asked_again)
+    assert store.create("a", b"one")
+    monkeypatch.undo()
+    for other in (b"two", b"one and more", b"on"):
+        assert not store.create("a", other)
+
+
+def test_a_listing_without_any_version_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    with monkeypatch.context() as patched:
+        every = ObjectStore.list
+        patched.setattr(ObjectStore, "list", lambda store, folder="": [] if "versions" in folder else every(store, folder))
+        assert not collect_garbage(trainer.store, RUN, trainer.key.public, 1, grace=0).objects
+    assert orders(trainer.store, RUN) == [(1, 0)]
+
+
+def test_the_trainer_of_another_epoch_keeps_the_base_of_what_it_writes(tmp_path: Path) -> None:
+    state = small_state()
+    early = StoringTrainer(tmp_path, state)
+    early.publish(0)
+    early.publish(1)
+    late = StoringTrainer(tmp_path, small_state(1), epoch=2)
+    late.key = early.key
+    late.publish(0)
+    assert collect_garbage(early.store, RUN, early.key.public, 1).versions == ((1, 0),)
+    change(state, 0.01, 1)
+    early.publish(2)
+    assert early.kinds[-1] == ("delta",)
+    assert collect_garbage(early.store, RUN, early.key.public, 1, grace=0).versions == ((1, 1), (1, 2))
+
+
+@pytest.mark.parametrize("how", ["removed", "cut"])
+def test_a_base_that_the_store_lost_is_not_extended(tmp_path: Path, how: str) -> None:
+    state = small_state()
+    trainer = StoringTrainer(tmp_path, state)
+    trainer.publish(0)
+    [key] = tmp_path.rglob("*.safetensors")
+    if how == "cut":
+        key.write_bytes(key.read_bytes()[:-1])
+    else:
+        key.unlink()
+    change(state, 0.01, 1)
+    with pytest.raises(StaleSource if how == "removed" else VersionError):
+        trainer.publish(1)
+    assert orders(trainer.store, RUN) == [(1, 0)]
+
+
+@pytest.mark.parametrize("point", ["store.object", "store.object_written", "store.manifest"])
+def test_a_process_that_was_stopped_for_hours_gives_its_version_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Its object may be taken for that of a dead trainer."""
+    signing = Signing(str(tmp_path), new_secret(), "small")
+    stopped = 0.0
+
+    def stop(name: str) -> None:
+        nonlocal stopped
+        stopped += 2 * GRACE_SECONDS * (name == point)
+
+    monkeypatch.setattr(Deadline, "_now", lambda deadline: time.monotonic() + stopped)
+    monkeypatch.setattr(failpoints, "_gate", stop)
+    signing.publish(0)
+    assert signing.writer.dropped == 1 and not orders(signing.trainer.store, RUN)

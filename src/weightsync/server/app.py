@@ -46,70 +46,51 @@ from weightsync.server.snapshots import Snapshot
 _HOLDER = "weightsync.holder"
 """Entry of an ASGI scope: the kind of secret that the peer has proved."""
 _CONFLICTS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.GATEWAY_TIMEOUT)
-_SECONDS = (("timeout", Annotated[int, msgspec.Meta(ge=1, le=MOST_SECONDS)]),)
+
+
+def _range(name: str, most: int) -> tuple[tuple[str, Any], ...]:
+    """The only query parameter of a route: a number from 1 to ``most``."""
+    return ((name, Annotated[int, msgspec.Meta(ge=1, le=most)]),)
+
 
 OPERATIONS = (
-    Operation("get", "/healthz", "Whether the coordinator runs.", answer=dict[str, str], public=True),
-    Operation("get", "/", "The status page for people.", answer=str, media="text/html", public=True),
+    Operation("get", "/healthz", "Whether the coordinator runs.", dict[str, str], public=True),
+    Operation("get", "/", "The status page for people.", str, "text/html", public=True),
     Operation(
-        "get",
-        CHALLENGE_PATH,
+        "get", CHALLENGE_PATH,
         "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
-        answer=Challenge,
-        public=True,
+        Challenge, public=True, required=("nonce",), errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN),
         query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]), ("of", Literal["token", "operator"])),
-        required=("nonce",),
-        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN),
     ),
-    Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", answer=Status),
+    Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", Status),
     Operation(
-        "get", SERVED_PATH, "The tensors that replicas hold; waits for the first.", Served, query=_SECONDS, errors=_CONFLICTS
-    ),
-    Operation(
-        "post",
-        "/v1/rounds",
-        "Bring replicas to the version that the trainer's regions hold; answers when the round is over.",
-        answer=RoundResult,
-        body=RoundRequest,
-        errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
-        operator=True,
+        "get", SERVED_PATH, "The tensors that the replicas hold, as in their checkpoint; waits for the first replica.", Served,
+        query=_range("timeout", MOST_SECONDS), errors=_CONFLICTS,
     ),
     Operation(
-        "get",
-        "/v1/rounds",
-        "The last rounds, also those of earlier coordinators with the same state folder; newest last.",
-        answer=tuple[RoundRecord, ...],
-        query=(("last", Annotated[int, msgspec.Meta(ge=1, le=MOST_ROUNDS)]),),
-        errors=(HTTPStatus.BAD_REQUEST,),
+        "post", "/v1/rounds", "Bring replicas to the version that the trainer's regions hold; answers when the round is over.",
+        RoundResult, body=RoundRequest, errors=(*_CONFLICTS, HTTPStatus.REQUEST_ENTITY_TOO_LARGE), operator=True,
     ),
     Operation(
-        "get",
-        "/v1/trace",
-        "What every process did in one of the last rounds; by default in the last one.",
-        answer=RoundTrace,
-        query=(("round", Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]),),
-        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND),
+        "get", "/v1/rounds", "The last rounds, also those of earlier coordinators with the same state folder; newest last.",
+        tuple[RoundRecord, ...], query=_range("last", MOST_ROUNDS), errors=(HTTPStatus.BAD_REQUEST,),
     ),
     Operation(
-        "post",
-        "/v1/revocations",
-        "Close the connection of a rank and refuse its credential, so that another process can take its place.",
-        answer=RankStatus,
-        body=Revocation,
-        errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
-        operator=True,
+        "get", "/v1/trace", "What every process did in one of the last rounds; by default in the last one.", RoundTrace,
+        query=_range("round", 1 << 62), errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND),
     ),
     Operation(
-        "get",
-        "/v1/events",
-        "Server-sent events: each data line is one event. A reader that falls behind loses the oldest.",
-        answer=Event,
-        media="text/event-stream",
-        errors=(HTTPStatus.SERVICE_UNAVAILABLE,),
+        "post", "/v1/revocations",
+        "Close the connection of a rank and refuse its credential, so that another process can take its place.", RankStatus,
+        body=Revocation, errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE), operator=True,
     ),
-    Operation("get", "/v1/openapi.json", "This description.", answer=dict[str, Any]),
-    Operation("get", "/metrics", "The same for Prometheus.", answer=str, media="text/plain"),
-)
+    Operation(
+        "get", "/v1/events", "Server-sent events: each data line is one event. A reader that falls behind loses the oldest.",
+        Event, "text/event-stream", errors=(HTTPStatus.SERVICE_UNAVAILABLE,),
+    ),
+    Operation("get", "/v1/openapi.json", "This description.", dict[str, Any]),
+    Operation("get", "/metrics", "The same for Prometheus.", str, "text/plain"),
+)  # fmt: skip
 _UNCOUNTED = ("/healthz", CHALLENGE_PATH, "/v1/events", SERVED_PATH)  # must always answer; has its own limit; waits
 _SHOWN_ROUNDS = 20
 _KINDS: tuple[SecretKind, ...] = get_args(SecretKind)

@@ -8,8 +8,7 @@ import msgspec
 
 from weightsync.model import Manifest, TensorSpec
 
-SERVED_PATH = "/v1/served"
-MOST_SECONDS = 86400
+SERVED_PATH, MOST_SECONDS = "/v1/served", 86400
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -80,13 +80,16 @@ def quantized(plain):
     return tensors
 
 
-def published(plain):
-    """What a trainer publishes, by name."""
+def published(plain, served, method):
+    """What a trainer publishes, by name: in the formats that the engine holds, which its configuration and patterns give, too."""
     from weightsync.tensors.quantization import QuantizedShards, formats_by_pattern
+    from weightsync.tensors.served_formats import formats_as_served, formats_of_config
     from weightsync.tensors.shards import shards_of
 
     manifest, shards = shards_of(plain)
-    made = QuantizedShards(manifest, shards, formats_by_pattern(manifest, {"*_proj.weight": "fp8-block"}))
+    formats = formats_as_served(manifest, "replica", served)
+    assert formats == formats_of_config(manifest, method) == formats_by_pattern(manifest, {"*_proj.weight": "fp8-block"})
+    made = QuantizedShards(manifest, shards, formats)
     made.exchange(Deadline(60))
     filled = [
         (shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype) if shard.tensor.is_meta else shard.tensor)
@@ -140,7 +143,7 @@ def main(folder, case):
             return {"reason": direct, "kept": kept}
         generator = torch.Generator().manual_seed(5)
         changed = {name: torch.randn(value.shape, generator=generator).bfloat16() for name, value in first.items()}
-        known, tensors = published(changed)
+        known, tensors = published(changed, manifest, method)
         for shard in direct.now():
             place = tuple(map(slice, shard.box.starts, shard.box.stops))
             shard.tensor.copy_(tensors[shard.name][place])

@@ -99,6 +99,7 @@ def demo(
         bool,
         typer.Option("--deltas", help="Train float32 weights, publish bfloat16, move only what changed; all to the last replica."),
     ] = False,
+    adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters, published beside each version.")] = 0,
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill a replica, a trainer rank and the coordinator in the middle of rounds.")
     ] = False,
@@ -135,6 +136,7 @@ def demo(
     ```
     python -m examples.demo
     python -m examples.demo --trainer-ranks 3 --replicas 3 --versions 5 --transport tcp --json
+    python -m examples.demo --adapters 3
     python -m examples.demo --kill
     python -m examples.demo --store versions --kill-trainer
     ```
@@ -153,7 +155,7 @@ def demo(
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
         pause_mode=pause_mode.value, optimizer="muon" if optimizer is OptimizerChoice.muon else "adamw",
-        learning_rate=learning_rate, deltas=deltas, kill=kill,
+        learning_rate=learning_rate, deltas=deltas, adapters=adapters, kill=kill,
         store=None if store is None else str(store.resolve()), kill_trainer=kill_trainer,
         seed=seed, timeout=timeout, json=json, token_file=token_file,
         coordinator=coordinator, role=role.value,

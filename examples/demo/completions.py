@@ -22,7 +22,7 @@ from examples.demo.generation import Completion
 from examples.demo.models import CONTEXT
 from examples.demo.tokenizer import encode
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, WeightSyncError
+from weightsync.errors import Aborted, DeadlineExceeded, VersionError, WeightSyncError
 from weightsync.protocol.messages import UNREADABLE
 
 __all__ = ["SLOTS", "Answering", "completions_app"]
@@ -32,6 +32,7 @@ SLOTS = 2
 _ADMITTED = 64
 _BODY_BYTES = 64 << 10
 _HOLD_SECONDS = 60.0
+_BASE = "weightsync-demo"
 
 Token = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -45,6 +46,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     n: int = 1
     stream: bool = False
+    model: Annotated[str, msgspec.Meta(max_length=200)] = _BASE
+    """The base weights, or an adapter by its name or by name and number."""
 
 
 class Answering(Protocol):
@@ -55,7 +58,7 @@ class Answering(Protocol):
         """What the engine serves now."""
         ...
 
-    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
+    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline, adapter: str = "") -> Completion:
         """See :meth:`examples.demo.generation.Generator.complete`."""
         ...
 
@@ -116,8 +119,11 @@ class _Server:
         self.admitted += 1
         try:
             answer = await asyncio.get_running_loop().run_in_executor(
-                self.slots, self.generator.complete, prompt, wish.max_tokens, Deadline(_HOLD_SECONDS)
-            )
+                self.slots, self.generator.complete, prompt, wish.max_tokens, Deadline(_HOLD_SECONDS),
+                "" if wish.model == _BASE else wish.model,
+            )  # fmt: skip
+        except VersionError as error:
+            raise _Refused(404, "model_not_found", str(error)) from None
         except NotSeeded as error:
             raise _Refused(503, "not_seeded", str(error)) from None
         except DeadlineExceeded as error:
@@ -133,7 +139,7 @@ class _Server:
                 "id": f"cmpl-{self.replica}-{next(self.numbers)}",
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": "weightsync-demo",
+                "model": answer.adapter or _BASE,
                 "choices": [
                     {
                         "index": 0,
@@ -154,13 +160,14 @@ class _Server:
                     "token_versions": answer.token_versions,
                     "token_epochs": answer.token_epochs,
                     "prefills": answer.prefills,
+                    "adapter": answer.adapter,
                 },
             }
         )
 
     async def models(self, request: Request) -> Response:
         version = self.generator.gate.version
-        entry = {"id": "weightsync-demo", "object": "model", "created": 0, "owned_by": "weightsync"}
+        entry = {"id": _BASE, "object": "model", "created": 0, "owned_by": "weightsync"}
         return _json({"object": "list", "data": [entry | {"version": None if version is None else version.number}]})
 
     async def health(self, request: Request) -> Response:
@@ -182,9 +189,10 @@ def completions_app(
 ) -> Starlette:
     """The ASGI application of one replica. Every answer says which version made each of its tokens.
 
-    ``weightsync`` in an answer holds ``tokens``, ``token_versions`` and ``token_epochs`` (one a token), ``prompt_tokens``, and
-    ``prefills``: the positions in ``tokens`` at which the prompt and all earlier tokens were read anew. Errors are
-    ``{"error": {"message", "type"}}``: 400 for a request that makes no sense, 413 and 429 for too much, 503 ``not_seeded``
+    ``weightsync`` in an answer holds ``tokens``, ``token_versions`` and ``token_epochs`` (one a token), ``prompt_tokens``,
+    ``prefills``: the positions in ``tokens`` at which the prompt and all earlier tokens were read anew, and ``adapter``. Errors are
+    ``{"error": {"message", "type"}}``: 400 for a request that makes no sense, 404 for an adapter that is not served, 413 and 429
+    for too much, 503 ``not_seeded``
     before the first version and 503 ``paused`` when a pause outlasts the request's minute. ``more`` are routes beside these.
     """
     server = _Server(replica, generator, tokenizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,8 +13,10 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from examples.demo.gate import Gate
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.engines.module_loras import ModuleLoras
+from weightsync.errors import Aborted, DeadlineExceeded, VersionError
 from weightsync.model import PauseMode, Version
+from weightsync.model.lora import LoraSlots, adapter_label
 
 __all__ = ["Completion", "FinishReason", "Generator", "greedy"]
 
@@ -59,24 +63,55 @@ class Completion:
     prefills: list[int] = field(default_factory=list)
     """Positions in ``tokens`` at which the prompt and all earlier tokens were read anew: the first, and each after a pause."""
     finish_reason: FinishReason = "length"
+    adapter: str = ""
+    """Name and number of the adapter that all of its tokens were made with; empty for the base weights alone."""
 
 
 class Generator:
-    """One model and its gate. :meth:`complete` may run in several threads; a round closes the gate around them."""
+    """One model and its gate. :meth:`complete` may run in several threads; a round closes the gate around them.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    With ``slots`` it holds that many versions of LoRA adapters, and makes one answer at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: LoraSlots | None = None) -> None:
         self.model = model
         model.train(False)
         self.gate = Gate()
+        self.loras = None if slots is None else ModuleLoras(model, slots)
+        self._alone = threading.Lock()
         self._end = model.generation_config.eos_token_id
 
-    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
-        """Answer ``prompt`` with at most ``budget`` tokens.
+    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline, adapter: str = "") -> Completion:
+        """Answer ``prompt`` with at most ``budget`` tokens, with ``adapter`` (a name: its newest version; or a label) if given.
 
         A pause met on the way is survived (mode ``keep``) or ends the answer with what it has (``abort``); a pause that
-        outlasts the deadline does the latter too. Raises what :meth:`~examples.demo.gate.Gate.entered` raises while there is
-        no token yet.
+        outlasts the deadline does the latter too. The adapter's version stays the same for the whole answer.
+
+        Raises what :meth:`~examples.demo.gate.Gate.entered` raises while there is no token yet, and
+        :class:`~weightsync.errors.VersionError` if the adapter is not served here.
         """
+        with self._adapted(adapter, deadline) as label:
+            answer = self._complete(prompt, budget, deadline)
+            answer.adapter = label
+            return answer
+
+    @contextmanager
+    def _adapted(self, adapter: str, deadline: Deadline) -> Iterator[str]:
+        """Compute with the adapter in the block, alone with the model: which adapter its hooks add is one for all threads."""
+        if self.loras is None:
+            if adapter:
+                raise VersionError(f"this replica serves no adapters, so not {adapter}")
+            yield ""
+            return
+        if not self._alone.acquire(timeout=deadline.remaining("another answer")):
+            raise DeadlineExceeded(f"other answers took more than {deadline.seconds:g} s")
+        try:
+            with self.loras.using(adapter) if adapter else nullcontext() as version:
+                yield "" if version is None else adapter_label(version.run, version.number)
+        finally:
+            self._alone.release()
+
+    def _complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
         answer = Completion()
         while True:
             try:

@@ -22,7 +22,7 @@ from rich.console import Console
 from examples.demo.events import follow, status
 from examples.demo.family import Family
 from examples.demo.outcome import Kill, Outcome, Record, outcome_of
-from examples.demo.reports import Holding, Listening, Publication, Ready, Report, Saved, Step, Unpublished
+from examples.demo.reports import Adapted, Holding, Listening, Publication, Ready, Report, Saved, Step, Unpublished
 from examples.demo.settings import KILLED, Settings
 from examples.demo.supervisor import Supervisor
 from examples.demo.tasks import probes, prompts
@@ -72,6 +72,8 @@ class _Demo:
         self._saved = asyncio.Queue[int]()
         self._results = asyncio.Queue[RoundResult | None]()
         """Of the trainer's publications, in order; ``None`` for one that failed."""
+        self._adapted = asyncio.Queue[None]()
+        """An entry for each version of an adapter that was published."""
         self._serving: dict[str, str | None] = {}
         """Digests of what replicas serve, as far as the coordinator said it."""
         self._served = asyncio.Event()
@@ -95,6 +97,8 @@ class _Demo:
                 self._saved.put_nowait(report.version)
             case Publication():
                 self._note(report.result)
+            case Adapted():
+                self._note_adapter(report)
             case Unpublished():
                 self.view.say(f"version {report.number} failed, the trainer goes on: {report.error}")
                 self.record.unpublished.append((self.supervisor.epoch, report.number))
@@ -123,6 +127,14 @@ class _Demo:
         self._results.put_nowait(result)
         for replica in result.replicas:
             self._note_replica(replica)
+
+    def _note_adapter(self, report: Adapted) -> None:
+        version = report.result.version
+        self.record.adapters.append(report)
+        self.view.say(f"{version} serves in {len(report.result.replicas)} replicas after {1e3 * report.seconds:.0f} ms")
+        if self._traffic is not None:
+            self._traffic.adapter_published(version.run, version.number)
+        self._adapted.put_nowait(None)
 
     def _note_replica(self, result: ReplicaResult) -> None:
         if result.state == "loaded":
@@ -237,6 +249,9 @@ class _Demo:
             result = await (self._kill(victims[count]) if count in victims else self._next_result())
             if traffic is not None:
                 await traffic.probe(result.version.order)
+                for _ in range(self.settings.adapters):
+                    await self._adapted.get()
+                await traffic.probe_adapters()
         if traffic is None:
             self._go_on()
 
@@ -375,6 +390,13 @@ class _Demo:
             worst = max(self.findings.ties, key=lambda tie: tie.gap)
             self.console.print(
                 f"{len(self.findings.ties)} of the compared runs chose between tokens that rounding cannot tell apart: {worst}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        if outcome.adapters is not None:
+            found = outcome.adapters
+            self.console.print(
+                f"{found.versions} versions of {found.names} adapters were published in {found.longest_publish_ms:.0f} ms or less; "
+                f"{found.answers} answers to requests that named one, {found.wrong_answers} of a wrong version",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         if self.settings.kill:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from examples.demo.records import Order
 from weightsync.errors import ConfigurationError
 
-__all__ = ["Oracle", "checkpoint_path", "save_checkpoint", "write_checkpoint"]
+__all__ = ["ALPHA", "KEPT", "RANK", "Oracle", "adapter_path", "checkpoint_path", "save_checkpoint", "write_checkpoint"]
+
+RANK, ALPHA = 8, 16.0
+"""Of every adapter; ``alpha / rank`` scales the product of its matrices."""
+KEPT = 2
+"""Versions of each adapter that replicas go on serving."""
 
 _HEAD = "lm_head.weight"
 
@@ -25,6 +33,11 @@ def checkpoint_path(directory: Path, version: Order) -> Path:
     """Where the checkpoint of ``version`` lies."""
     epoch, number = version
     return directory / f"version-{epoch}-{number:05d}.safetensors"
+
+
+def adapter_path(directory: Path, label: str) -> Path:
+    """Where the matrices of an adapter's version (``tenant-0/style@3``) lie."""
+    return directory / f"adapter-{label.replace('/', '_')}.safetensors"
 
 
 def save_checkpoint(model: PreTrainedModel, directory: Path, version: Order, dtype: torch.dtype | None = None) -> None:
@@ -82,3 +95,33 @@ class Oracle:
                 )
             found = self._models[version] = model
         return found
+
+    def adapters(self) -> list[str]:
+        """Labels of all versions of adapters that are there."""
+        paths = self._directory.glob("adapter-*.safetensors")
+        return sorted(path.stem.removeprefix("adapter-").replace("_", "/") for path in paths)
+
+    @contextmanager
+    def adapted(self, version: Order, label: str) -> Iterator[PreTrainedModel]:
+        """The model of ``version``, which in the block computes with the adapter ``label``, in the order in which PEFT does.
+
+        An empty label is none. Raises as :meth:`model`.
+        """
+        model, hooks = self.model(version), []
+        tensors = load_file(adapter_path(self._directory, label)) if label else {}
+        for name in tensors:
+            layer, found, _ = name.partition(".lora_A.")
+            if found:
+                add = partial(_add, tensors[name], tensors[f"{layer}.lora_B.weight"])
+                hooks.append(model.get_submodule(layer).register_forward_hook(add))
+        try:
+            yield model
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _add(
+    a: torch.Tensor, b: torch.Tensor, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> torch.Tensor:
+    return (output + linear(linear(inputs[0].to(a.dtype), a), b) * (ALPHA / RANK)).to(output.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from examples.demo.records import Order
+from examples.demo.reports import Adapted
 from examples.demo.settings import KILLED, RATE, Settings
 from weightsync.coordinator.status import Status
+from weightsync.model.lora import adapter_label
 from weightsync.protocol.messages import RoundResult
 
 if TYPE_CHECKING:
@@ -55,6 +58,21 @@ class ChangeOutcome(msgspec.Struct, frozen=True):
     dense_paused_ms: float
 
 
+class AdaptersOutcome(msgspec.Struct, frozen=True):
+    """What became of the adapters."""
+
+    names: int
+    versions: int
+    """Versions that were published, of all names."""
+    answers: int
+    """Answers to requests that named an adapter."""
+    wrong_answers: int
+    """Of those, answers by another version than was asked for, or that the version does not explain."""
+    failed_requests: int
+    """Requests that failed, with an adapter or without."""
+    longest_publish_ms: float
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The last line of ``make demo ARGS=--json``, with these keys and no others."""
 
@@ -89,6 +107,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """The replica that joined from the store when the trainer was gone; ``None`` without ``--kill-trainer``."""
     changes: tuple[ChangeOutcome, ...]
     """With ``--deltas``, of each version after the first."""
+    adapters: AdaptersOutcome | None
+    """With ``--adapters``."""
 
 
 @dataclass
@@ -124,6 +144,8 @@ class Record:
     """Versions whose round failed, and which the trainer did not repeat."""
     served_digests: set[tuple[str, str | None]] = field(default_factory=set)
     """Replicas, and digests of what they served at any time."""
+    adapters: list[Adapted] = field(default_factory=list)
+    """Versions of adapters that were published."""
     kills: list[Kill] = field(default_factory=list)
     interrupted: int = 0
     """Requests that were running in a replica when it was killed."""
@@ -193,6 +215,20 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
         not settings.deltas or settings.replicas < 2 or len(list(changes_of(results))) >= len(results) - 1,
         "all bytes of a version moved",
     )
+    labels = {adapter_label(adapted.result.version.run, adapted.result.version.number) for adapted in record.adapters}
+    wanted_labels = settings.adapters * settings.versions
+    must(len(labels) == wanted_labels, f"{len(labels)} of {wanted_labels} versions of adapters were published")
+    answered = {} if findings is None else findings.adapted
+    for name, label in itertools.product(replicas, sorted(labels)):
+        must((name, label) in answered, f"{name} answered no request by {label}")
+    adapters = AdaptersOutcome(
+        names=settings.adapters,
+        versions=len(labels),
+        answers=sum(answered.values()),
+        wrong_answers=0 if findings is None else sum(bool(response.asked) for response, _ in findings.wrong),
+        failed_requests=sum(record.failures.values()),
+        longest_publish_ms=round(1e3 * max((adapted.seconds for adapted in record.adapters), default=0.0), 3),
+    )
     return Outcome(
         ok=not record.wrong,
         engine=settings.engine,
@@ -219,6 +255,7 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
         ),
         joined=joined,
         changes=tuple(changes_of(results)) if settings.deltas else (),
+        adapters=adapters if settings.adapters else None,
     )
 
 

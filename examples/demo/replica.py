@@ -25,23 +25,30 @@ def main(argument: str) -> int:
     import torch
     import uvicorn
 
-    from examples.demo.completions import completions_app
+    from examples.demo.completions import SLOTS, completions_app
     from examples.demo.completions_adapter import CompletionsAdapter
     from examples.demo.generation import Generator
     from examples.demo.held_adapter import HeldAdapter
+    from examples.demo.lora_adapter import LoraAdapter
     from examples.demo.models import build_model, scramble
+    from examples.demo.oracle import KEPT, RANK
     from examples.demo.tokenizer import build_tokenizer
     from weightsync.config import ClientSettings
     from weightsync.engine.engine import Engine
     from weightsync.external import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
+    from weightsync.model.lora import LoraSlots
     from weightsync.protocol.tokens import token_for
 
     torch.set_num_threads(1)
     wish = mine.settings
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
     scramble(model, seed=sum(mine.name.encode()))
-    generator = Generator(model)
-    adapter = HeldAdapter(generator, mine.name, parent) if wish.kill else CompletionsAdapter(generator)
+    # Each adapter's versions that are kept, the one that retires the oldest, and what running requests still use.
+    generator = Generator(model, LoraSlots(wish.adapters * (KEPT + 1) + SLOTS, RANK) if wish.adapters else None)
+    if generator.loras is not None:
+        adapter: CompletionsAdapter = LoraAdapter(generator, generator.loras)
+    else:
+        adapter = HeldAdapter(generator, mine.name, parent) if wish.kill else CompletionsAdapter(generator)
     # The agent and these routes drive one adapter: whoever trains uses one of them at a time.
     token = token_for(ClientSettings.load(coordinator=mine.coordinator))
     ranks = LocalRanks(DisaggregatedRank(adapter))

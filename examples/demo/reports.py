@@ -15,6 +15,7 @@ from weightsync.errors import Aborted
 from weightsync.protocol.messages import RoundResult
 
 __all__ = [
+    "Adapted",
     "Holding",
     "Listening",
     "Parent",
@@ -67,6 +68,13 @@ class Publication(_Report, frozen=True):
     result: RoundResult
 
 
+class Adapted(_Report, frozen=True):
+    """A version of an adapter was published; the result's version has the adapter's name as its run."""
+
+    seconds: float
+    result: RoundResult
+
+
 class Unpublished(_Report, frozen=True):
     """A round that this trainer caused failed; it goes on with the next number."""
 
@@ -80,7 +88,7 @@ class Holding(_Report, frozen=True):
     name: str
 
 
-Report = Listening | Ready | Step | Saved | Publication | Unpublished | Holding
+Report = Listening | Ready | Step | Saved | Publication | Adapted | Unpublished | Holding
 
 
 def die_with_parent(parent: int) -> None:

@@ -28,6 +28,7 @@ KILLED = ("replica", "trainer", "coordinator")
 RATE = 4e-3
 """The learning rate, unless another one is given."""
 
+_MOST_ADAPTERS = 16
 _MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
 
@@ -56,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float = RATE
     deltas: bool = False
     """Float32 weights at the trainer, published in bfloat16, of which only changed words cross; all bytes to the last replica."""
+    adapters: int = 0
+    """LoRA adapters, each with one version for every version of the base weights."""
     kill: bool = False
     """Kill a replica, a trainer rank and the coordinator, each in the middle of a round, and start them again."""
     store: str | None = None
@@ -114,6 +117,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("--optimizer and --deltas need --trainer fsdp")
         if self.deltas and (self.engine != "transformers" or self.delivery == "streamed"):
             raise ConfigurationError("--deltas needs direct delivery, and --engine transformers")
+        if not 0 <= self.adapters <= _MOST_ADAPTERS:
+            raise ConfigurationError(f"--adapters must be from 0 to {_MOST_ADAPTERS}, not {self.adapters}")
+        if self.adapters:
+            if self.engine != "transformers" or self.trainer != "fsdp" or self.role != "all" or self.coordinator is not None:
+                raise ConfigurationError("--adapters needs every process on this machine, --trainer fsdp and --engine transformers")
+            if self.kill or self.kill_trainer:
+                raise ConfigurationError("--adapters goes without --kill and --kill-trainer: who joins late has no old versions")
         if self.kill:
             if self.deltas or self.optimizer != "adamw":
                 raise ConfigurationError(

@@ -14,6 +14,7 @@ import msgspec
 
 from examples.demo.records import Order, Response
 from weightsync.errors import ConfigurationError, ProtocolError
+from weightsync.model.lora import adapter_label
 from weightsync.protocol.messages import UNREADABLE
 
 __all__ = ["Traffic", "replica_names"]
@@ -37,6 +38,7 @@ class _Made(msgspec.Struct, frozen=True):
     token_versions: list[int]
     token_epochs: list[int]
     prefills: list[int]
+    adapter: str
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -64,6 +66,9 @@ class Traffic:
         self._lost: set[str] = set()
         self.interrupted = 0
         """Requests that were running in a replica when it was lost."""
+        self._adapters: dict[str, int] = {}
+        """The newest version that all replicas serve of each adapter, by name."""
+        self._turns = itertools.count()
         self.responses: list[Response] = []
         self.served = 0
         """Requests answered with status 200."""
@@ -88,6 +93,15 @@ class Traffic:
             workers = [asyncio.create_task(self._work(replica, worker)) for worker in range(_IN_FLIGHT)]
             self._workers[replica] = [*self._workers.get(replica, []), *workers]
 
+    def adapter_published(self, name: str, number: int) -> None:
+        """All replicas serve this version: name the adapter in requests from now on."""
+        self._adapters[name] = number
+
+    def _next_model(self) -> str:
+        """The base weights, or an adapter, in turn by its name and by name and number."""
+        named = [model for name, number in self._adapters.items() for model in (name, adapter_label(name, number))]
+        return ["", *named][next(self._turns) % (1 + len(named))]
+
     def lost(self, replica: str) -> None:
         """This replica is about to be killed: what it runs now is no failure, and it gets no requests until it serves again."""
         self._lost.add(replica)
@@ -97,7 +111,7 @@ class Traffic:
         for prompt in itertools.cycle(self._prompts[offset:] + self._prompts[:offset]):
             if self._stopping.is_set():
                 return
-            if not await self._ask(replica, prompt, _BUDGET):
+            if not await self._ask(replica, prompt, _BUDGET, model=self._next_model()):
                 if replica in self._lost:
                     return
                 # Whatever was wrong, a client tries again a little later, unless this is the end.
@@ -110,12 +124,21 @@ class Traffic:
             *(self._ask(replica, prompt, _PROBE_BUDGET, probe_of=version) for replica in self._urls for prompt in self._probes)
         )
 
-    async def _ask(self, replica: str, prompt: str, budget: int, probe_of: Order | None = None) -> bool:
+    async def probe_adapters(self) -> None:
+        """Ask every replica a probe with the newest version of every adapter."""
+        labels = [adapter_label(name, number) for name, number in self._adapters.items()]
+        await asyncio.gather(
+            *(self._ask(replica, self._probes[0], _PROBE_BUDGET, model=model) for replica in self._urls for model in labels)
+        )
+
+    async def _ask(self, replica: str, prompt: str, budget: int, probe_of: Order | None = None, model: str = "") -> bool:
         wish: str | list[int] = prompt
+        at_least = self._adapters.get(model, -1)
         url = f"{self._urls[replica]}/v1/completions"
         while True:
             try:
-                answer = await self._client.post(url, json={"prompt": wish, "max_tokens": budget})
+                body = {"prompt": wish, "max_tokens": budget, **({"model": model} if model else {})}
+                answer = await self._client.post(url, json=body)
             except httpx.HTTPError as error:
                 if not self._stopping.is_set():
                     self._refused(replica, f"lost: {type(error).__name__}")
@@ -140,8 +163,12 @@ class Traffic:
                     tuple(made.prefills),
                     probe_of,
                     tuple(made.token_epochs),
+                    model,
+                    made.adapter,
+                    at_least,
                 )
             )
+            model = made.adapter  # what goes on with an aborted answer is made with the same version
             budget -= len(made.tokens)
             if found.choices[0].finish_reason != "abort" or budget <= 0 or self._stopping.is_set():
                 return True

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from examples.demo.ranks import join
-from examples.demo.reports import Parent, Publication, Ready, Saved, Step, Unpublished, die_with_parent
+from examples.demo.reports import Adapted, Parent, Publication, Ready, Saved, Step, Unpublished, die_with_parent
 from examples.demo.settings import TrainerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import RoundFailed
@@ -30,6 +30,7 @@ def main(argument: str) -> int:
     import torch.distributed as dist
 
     from examples.demo.models import build_model
+    from examples.demo.tenants import Tenants
     from weightsync.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -51,7 +52,7 @@ def main(argument: str) -> int:
         with Trainer(
             training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports, new_epoch=mine.resume is not None,
             deltas=wish.deltas and 1 << 30,  # enough to list everything, so that the share of changed words is known
-        ) as trainer:  # fmt: skip
+        ) as trainer, Tenants(trainer, model, wish.adapters, wish.seed, directory) as tenants:  # fmt: skip
             parent.tell(Ready(f"trainer-{mine.rank}"))
             while left:
                 version += 1
@@ -84,6 +85,9 @@ def main(argument: str) -> int:
                     training.save_optimizer(directory, (mine.epoch, version))
                 if first:
                     parent.tell(Publication(version, time.perf_counter() - started, result))
+                for adapted, seconds in tenants.publish(version, _TIMEOUT):
+                    if first:
+                        parent.tell(Adapted(seconds, adapted))
             if first:
                 parent.wait_for_word(Deadline(_TIMEOUT))  # the regions stay until the last probe was answered
             dist.barrier()

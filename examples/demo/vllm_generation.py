@@ -13,7 +13,7 @@ from examples.demo.generation import Completion, FinishReason
 from examples.demo.records import Order
 from weightsync.deadline import Deadline
 from weightsync.engines.staged_adapter import UNLABELLED
-from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.errors import Aborted, DeadlineExceeded, VersionError
 from weightsync.model import FIRST_EPOCH, Version, parse_label
 
 __all__ = ["VllmGenerator"]
@@ -56,11 +56,14 @@ class VllmGenerator:
             self.gate.label(Version(run or "", number, "", "", epoch))
             self.gate.resume()
 
-    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
+    def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline, adapter: str = "") -> Completion:
         """Answer ``prompt`` with at most ``budget`` tokens; see :class:`~examples.demo.generation.Completion`.
 
-        Raises what :meth:`~examples.demo.gate.Gate.entered` raises, and :class:`~weightsync.errors.DeadlineExceeded`.
+        Raises what :meth:`~examples.demo.gate.Gate.entered` raises, :class:`~weightsync.errors.DeadlineExceeded`, and
+        :class:`~weightsync.errors.VersionError` for any ``adapter``.
         """
+        if adapter:
+            raise VersionError(f"this replica serves no adapters, so not {adapter}")
         with self.gate.entered(deadline):
             pass  # it was seeded; a pause from here on is vLLM's to keep
         answer = asyncio.run_coroutine_threadsafe(self._generate(list(prompt), budget), self._loop)

@@ -130,6 +130,21 @@ def test_the_smallest_demo_is_right(start: Callable[..., Run], more: list[str]) 
     run.check_nothing_is_left()
 
 
+@pytest.mark.timeout(180)
+def test_adapters_answer_by_the_versions_that_requests_name(start: Callable[..., Run]) -> None:
+    run = start("--adapters", "2", "--replicas", "2")
+    out, errors = run.process.communicate(timeout=170)
+    assert run.process.returncode == 0, errors
+    found = json.loads(out)
+    assert found["ok"] is True and found["tokens_match"] is True
+    adapters = found["adapters"]
+    assert (adapters["names"], adapters["versions"], adapters["wrong_answers"], adapters["failed_requests"]) == (2, 4, 0, 0)
+    assert adapters["answers"] >= 8, "a probe of every version in every replica"
+    assert adapters["longest_publish_ms"] > 0
+    assert "tenant-1/style@2 serves in 2 replicas" in errors
+    run.check_nothing_is_left()
+
+
 @pytest.mark.timeout(240)
 def test_a_replica_joins_from_the_store_after_the_trainers_end(
     start: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory

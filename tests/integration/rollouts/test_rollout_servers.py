@@ -258,7 +258,7 @@ async def test_the_demos_server() -> None:
         def __init__(self) -> None:
             self.gate = Gate()
 
-        def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline) -> Completion:
+        def complete(self, prompt: Sequence[int], budget: int, deadline: Deadline, adapter: str = "") -> Completion:
             asked.append((list(prompt), budget))
             if len(asked) == 1:
                 return Completion([5, 6], [1, 1], [0, 0], [0], "abort")

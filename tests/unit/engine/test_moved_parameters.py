@@ -20,7 +20,7 @@ from weightsync import failpoints
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, PlanMismatch
 from weightsync.protocol.messages import Prepare, Updated
-from weightsync.tensors.shards import FollowedShards, Shard, Views, shard
+from weightsync.tensors.shards import FollowedShards, Shard, shard
 
 
 class Fresh(Watched):

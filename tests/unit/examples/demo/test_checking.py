@@ -9,13 +9,17 @@ import pytest
 import torch
 from examples.demo.checking import Checker, Verdict
 from examples.demo.generation import Generator, greedy
-from examples.demo.oracle import Oracle
+from examples.demo.oracle import ALPHA, RANK, Oracle, adapter_path
 from examples.demo.records import Response
+from examples.demo.tenants import adapter_tensors, draw
+from safetensors.torch import save_file
 from tests.unit.examples.demo.models import save_version, tiny_model, version
 from transformers import PreTrainedModel
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, ConfigurationError
+from weightsync.errors import Aborted, ConfigurationError, VersionError
+from weightsync.model import Version
+from weightsync.model.lora import PREFIX, AdapterSpec, LoraConfig, LoraSlots, adapter_label
 
 PROMPT = (5, 17, 3)
 COUNT = 16
@@ -188,3 +192,62 @@ def test_a_server_that_writes_while_it_generates_is_caught(checker: Checker) -> 
     assert answer.token_versions == [1] * COUNT
     recorded = Response("replica-0", PROMPT, tuple(answer.tokens), tuple(answer.token_versions), tuple(answer.prefills))
     assert checker.verdict(recorded) is Verdict.TORN
+
+
+def test_an_answer_of_an_adapter_is_sound_only_by_the_version_that_was_asked_for(tmp_path: Path) -> None:
+    save_version(tmp_path, 1, tiny_model(1))
+    generator = Generator(tiny_model(1), LoraSlots(2, RANK))
+    generator.label(version(1))
+    generator.resume()
+    assert generator.loras is not None
+    tensors = adapter_tensors(generator.model)
+    for number in (1, 2):
+        draw(tensors, number)
+        label = adapter_label("a/b", number)
+        save_file(tensors, adapter_path(tmp_path, label))
+        named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        generator.loras.stage(label, AdapterSpec("a/b", LoraConfig(RANK, ALPHA)), named)
+        generator.loras.register(Version("a/b", number, "", ""))
+    checker = Checker(Oracle(tmp_path, tiny_model(0)))
+
+    def answer(asked: str) -> Response:
+        made = generator.complete(PROMPT, COUNT, Deadline(20), asked)
+        tokens, versions = tuple(made.tokens), tuple(made.token_versions)
+        return Response("replica-0", PROMPT, tokens, versions, tuple(made.prefills), asked=asked, adapter=made.adapter)
+
+    good = [answer(asked) for asked in ("", "a/b@1", "a/b@2", "a/b")]
+    base, first, _, newest = good
+    assert [response.adapter for response in good] == ["", "a/b@1", "a/b@2", "a/b@2"]
+    findings = checker.check(good)
+    assert (findings.checked, findings.wrong) == (4, [])
+    assert findings.adapted == {("replica-0", "a/b@1"): 1, ("replica-0", "a/b@2"): 2}
+    for wrong in (
+        replace(newest, adapter="a/b@1"),  # the label of another version
+        replace(newest, tokens=base.tokens),  # the base answered
+        replace(base, tokens=newest.tokens),  # an adapter answered a request for the base
+        replace(first, asked="a/b@2"),
+        replace(first, asked="a/b", at_least=2),  # every replica had a newer one
+        replace(newest, asked="c/d"),  # another tenant's
+    ):
+        assert checker.verdict(wrong) is Verdict.MISLABELLED
+    assert checker.verdict(replace(first, asked="a/b", at_least=1)) is Verdict.SOUND
+    with pytest.raises(VersionError, match="does not serve a/b@3; it serves a/b@1, a/b@2"):
+        answer("a/b@3")
+    with pytest.raises(VersionError, match="serves no adapters, so not a/b"):
+        Generator(tiny_model(1)).complete(PROMPT, COUNT, Deadline(20), "a/b")
+
+
+@pytest.mark.vllm  # whose environment has PEFT
+def test_the_oracle_computes_with_an_adapter_as_peft_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model(1)
+    save_version(tmp_path, 1, model)
+    tensors = adapter_tensors(model, torch.float32)
+    draw(tensors, 7)
+    save_file(tensors, adapter_path(tmp_path, "a/b@1"))
+    layers = {name.partition(".lora_")[0] for name in tensors}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=sorted(layers)))
+    peft.set_peft_model_state_dict(adapted, {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()})
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad(), Oracle(tmp_path, tiny_model(0)).adapted((1, 1), "a/b@1") as ours:
+        torch.testing.assert_close(ours(ids).logits, adapted(ids).logits)

@@ -61,11 +61,14 @@ async def test_an_answer_has_openais_fields_and_a_version_for_every_token(client
     tokens = greedy(generator.model, prompt, 5)
     assert body["weightsync"] == {
         "replica": "replica-7", "prompt_tokens": prompt, "tokens": tokens, "token_versions": [3] * 5,
-        "token_epochs": [1] * 5, "prefills": [0],
+        "token_epochs": [1] * 5, "prefills": [0], "adapter": "",
     }  # fmt: skip
     assert body["object"] == "text_completion"
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 5, "total_tokens": len(prompt) + 5}
+    other = await client.post("/v1/completions", json={"prompt": "copy abc =", "model": "alice/math@2"})
+    assert (other.status_code, other.json()["error"]["type"]) == (404, "model_not_found")
+    assert "alice/math@2" in other.json()["error"]["message"]
     again = await client.post("/v1/completions", json={"prompt": prompt + tokens[:2], "max_tokens": 3})
     assert len(again.json()["weightsync"]["tokens"]) == 3
     assert (await client.get("/health")).json() == {"replica": "replica-7", "state": "serving", "version": 3}

@@ -11,17 +11,20 @@ import msgspec
 import pytest
 from examples.demo.checking import Findings, Verdict
 from examples.demo.outcome import Kill, Outcome, Record, outcome_of
+from examples.demo.records import Response
+from examples.demo.reports import Adapted
 from examples.demo.settings import Settings
 from tests.unit.examples.demo.models import version
 
 from weightsync.coordinator.status import ReplicaStatus, Status
 from weightsync.errors import ConfigurationError
+from weightsync.model import Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 
 KEYS = [
     "ok", "engine", "delivery", "transport", "trainer_ranks", "versions", "bytes_per_version", "requests_served",
     "responses_checked", "torn_responses", "mislabelled_responses", "replicas", "trainer_digest", "tokens_match", "pause_ms_p50",
-    "seconds", "kills", "recoveries", "requests_interrupted", "killed", "joined", "changes",
+    "seconds", "kills", "recoveries", "requests_interrupted", "killed", "joined", "changes", "adapters",
 ]  # fmt: skip
 NAMES = ["replica-0", "replica-1"]
 SETTINGS = Settings(versions=2)
@@ -193,6 +196,44 @@ def test_who_did_not_come_back_as_promised_is_not_ok(spoil: Callable[[Record, Fi
     assert record.wrong
 
 
+def with_adapters() -> tuple[Record, Findings]:
+    """Of a good run with two versions of one adapter."""
+    record, findings = good()
+    for number in (1, 2):
+        result = msgspec.structs.replace(record.results[1, number], version=Version("a/b", number, "", ""))
+        record.adapters.append(Adapted(0.1 * number, result))
+        findings.adapted.update((name, f"a/b@{number}") for name in NAMES)
+    return record, findings
+
+
+def _adapter_missing(record: Record, findings: Findings) -> None:
+    record.adapters.pop()
+
+
+def _adapter_unanswered(record: Record, findings: Findings) -> None:
+    del findings.adapted["replica-1", "a/b@1"]
+
+
+def _adapter_wrong(record: Record, findings: Findings) -> None:
+    findings.counts[Verdict.MISLABELLED] += 1
+    findings.wrong.append((Response("replica-0", (1,), (2,), (1,), (0,), asked="a/b", adapter="a/b@1"), Verdict.MISLABELLED))
+
+
+def test_adapters_are_ok_if_every_version_was_published_and_answered_everywhere() -> None:
+    settings = Settings(versions=2, adapters=1)
+    outcome = outcome_of(settings, NAMES, *with_adapters(), 1.0)
+    assert outcome.ok
+    assert msgspec.to_builtins(outcome.adapters) == {
+        "names": 1, "versions": 2, "answers": 4, "wrong_answers": 0, "failed_requests": 0, "longest_publish_ms": 200.0,
+    }  # fmt: skip
+    for spoil in (_adapter_missing, _adapter_unanswered, _adapter_wrong):
+        record, findings = with_adapters()
+        spoil(record, findings)
+        outcome = outcome_of(settings, NAMES, record, findings, 1.0)
+        assert outcome.adapters is not None
+        assert (outcome.ok, outcome.adapters.wrong_answers) == (False, int(spoil is _adapter_wrong)), record.wrong
+
+
 def test_a_run_that_saw_nothing_is_not_ok_and_still_has_all_keys() -> None:
     outcome: Outcome = outcome_of(SETTINGS, [], Record(), None, 1.0)
     assert not outcome.ok
@@ -216,6 +257,9 @@ def test_settings_reach_every_process_as_json() -> None:
         ({"engine": "none"}, "transformers, vllm"),
         ({"engine_tp": 2}, "--engine vllm"),
         ({"timeout": 0.0}, "--timeout"),
+        ({"adapters": 17}, "--adapters must be from 0 to 16"),
+        ({"adapters": 1, "trainer": "megatron"}, "--adapters needs"),
+        ({"adapters": 1, "kill": True}, "--adapters goes without --kill"),
         ({"kill": True, "versions": 3}, "--versions 4"),
         ({"kill": True, "coordinator": "http://head:7400"}, "--kill"),
         ({"token_file": Path("token"), "coordinator": "http://head:7400"}, "--token-file"),

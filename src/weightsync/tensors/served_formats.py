@@ -75,7 +75,7 @@ def formats_of_config(manifest: Manifest, config: Mapping[str, Any]) -> dict[str
             quantized; or a matrix cannot be.
     """
     method = config["quant_method"]
-    if method not in _RULES:
+    if not isinstance(method, str) or method not in _RULES:
         why = "its scales depend on more than the weights" if str(method).startswith(REFUSED) else "no format is its"
         raise ConfigurationError(
             f"a trainer cannot write quant_method {method!r}: {why}. Configurations of {' and '.join(_RULES)} are read; for others "
@@ -83,7 +83,7 @@ def formats_of_config(manifest: Manifest, config: Mapping[str, Any]) -> dict[str
         )
     try:
         rules = _RULES[method](config)
-    except (AttributeError, KeyError, TypeError, re.error) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError, re.error) as error:
         raise ConfigurationError(f"the quantization_config ({method}) is malformed: {type(error).__name__}: {error}") from None
     formats = dict[str, Format]()
     for spec in manifest:
@@ -132,8 +132,7 @@ def _format_of_group(group: str, weights: Mapping[str, Any], stored: str | None)
     _require(group, "dynamic", weights.get("dynamic"), False, None)
     _require(group, "actorder", weights.get("actorder"), "weight", "static", False, None)  # these leave the columns in order
     size, block = weights.get("group_size"), weights.get("block_structure")
-    if isinstance(block, str):  # of early releases
-        block = map(int, block.split("x"))
+    block = [128, 128] if block == "128x128" else block  # of early releases
     extent = tuple(block) if block else size if size and size > 0 else None
     strategy = weights.get("strategy") or ("group" if extent else "channel" if size else "tensor")
     scheme = weights.get("type", "int"), weights.get("num_bits", 8), strategy, extent

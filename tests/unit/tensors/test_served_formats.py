@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import FineGrainedFP8Config
 
 from weightsync.errors import ConfigurationError
@@ -170,6 +173,33 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
 def test_what_no_format_has_is_refused_by_its_field(config: Mapping[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
+        choose_formats(config)(MANIFEST)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["Linear", "re:.*", "re:(", "128x128", "", "block", "é"]),
+    lambda values: (
+        st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(["format", "weights", "targets", "x"]), values, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+def test_any_value_of_any_field_is_understood_or_a_configuration_error(data: st.DataObject) -> None:
+    config = data.draw(st.sampled_from([json.dumps(FP8), json.dumps(compressed(INT4, "pack-quantized"))]).map(json.loads))
+    place = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    with suppress(ConfigurationError):
         choose_formats(config)(MANIFEST)
 
 

@@ -13,7 +13,7 @@ import torch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.shards import Shard, torch_dtype
 
-__all__ = ["MANIFEST", "MISFIT", "Memory", "Sharing", "version_bytes"]
+__all__ = ["MANIFEST", "MISFIT", "SPARSE", "Memory", "Sharing", "version_bytes"]
 
 Sharing = str
 """``rows``: matrices are cut by rows, the rest is copied. ``copies``: ranks hold everything. ``parts``: nothing is held twice."""
@@ -28,6 +28,7 @@ MANIFEST = Manifest(
     )
 )
 
+SPARSE = 1 << 30
 _MOST_CONTENTS = 256
 
 MISFIT = Manifest(
@@ -38,9 +39,26 @@ MISFIT = Manifest(
 
 @functools.lru_cache(maxsize=4096)
 def version_bytes(number: int, salt: int) -> tuple[npt.NDArray[np.uint8], ...]:
-    """What every tensor of a version holds, ``uint8[elements * itemsize]`` each; negative numbers are no version at all."""
-    draw = random.Random(number * 1_000_003 + salt)
-    return tuple(np.frombuffer(draw.randbytes(spec.nbytes), np.uint8) for spec in MANIFEST)
+    """What every tensor of a version holds, ``uint8[elements * itemsize]`` each; negative numbers are no version at all.
+
+    If ``salt`` has :data:`SPARSE`, a version changes the first word of each tensor and a third of the others.
+    """
+    draw = random.Random(number * 1_000_003 + (salt & ~SPARSE))
+    values = tuple(np.frombuffer(draw.randbytes(spec.nbytes), np.uint8) for spec in MANIFEST)
+    if not salt & SPARSE or number < 0:
+        return values
+    for index in range(1, 3):
+        before = version_bytes(number - index, salt & ~SPARSE)
+        values = tuple(_mixed(spec, new, old, number - index) for spec, new, old in zip(MANIFEST, values, before, strict=True))
+    return values
+
+
+def _mixed(spec: TensorSpec, values: npt.NDArray[np.uint8], before: npt.NDArray[np.uint8], number: int) -> npt.NDArray[np.uint8]:
+    """``values``, with the words that version ``number`` was the last to change as they were in it."""
+    mixed, its = values.reshape(spec.size, -1).copy(), before.reshape(spec.size, -1)
+    words = slice(number % 3 or 3, None, 3)
+    mixed[words] = its[words]
+    return mixed.reshape(-1)
 
 
 def _box(spec: TensorSpec, rank: int, ranks: int, sharing: Sharing) -> Box | None:

@@ -17,6 +17,7 @@ from tests.simulation.loras import Loras
 from tests.simulation.ranks import Agent, EngineProcess, Process, TrainerProcess
 from tests.simulation.threads import Threads, threads
 from tests.simulation.transfer import Simulated
+from tests.simulation.weights import SPARSE
 
 from weightsync.model import Version
 
@@ -55,7 +56,7 @@ class World:
         self.fan_out = draw.choice((None, 1, 1, 2)) if self.serving else None
         self.deltas = 0 if streams or random.Random(f"deltas {seed}").random() < 0.5 else 1 << 16
         """The most bytes that the changes of a version may take."""
-        self.salt = self.random.getrandbits(30)
+        self.salt = self.random.getrandbits(30) | (SPARSE if self.deltas else 0)
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, running_process.get)
         self.scheme = Simulated(self)

@@ -56,6 +56,9 @@ STREAM_POINTS = (
 )
 """Further points of a round whose source is a stream. The campaign publishes no stream; the simulation does."""
 
+GONE_POINTS = ("engine.received.letgo",)
+"""Points of engine ranks whose trainer stays away for the grace. In the campaign it does not; the simulation reaches them."""
+
 KEYED_POINTS = ("trainer.digest",)
 """Points of trainer ranks that digest their version under a secret key, for replicas that read from other replicas."""
 

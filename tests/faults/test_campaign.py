@@ -39,6 +39,7 @@ from weightsync.protocol.messages import (
     CheckSources,
     Commit,
     EndStream,
+    LetGo,
     Move,
     MoveWindow,
     OpenStream,
@@ -176,6 +177,7 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     to_engines = (
         Prepare,
         CheckSources,
+        LetGo,
         Pause,
         Move,
         Commit,
@@ -195,6 +197,7 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
     assert named | received | _of_a_front("engine") == EVERY_POINT | {
         *points.STREAM_POINTS,
         *points.SOURCE_POINTS,
+        *points.GONE_POINTS,
         *points.KEYED_POINTS,
         *points.DELTA_POINTS,
         *points.LORA_POINTS,

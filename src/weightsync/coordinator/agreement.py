@@ -7,16 +7,17 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from weightsync.config import RoundSettings
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.rank_handle import RoundDeadline, on_all
-from weightsync.coordinator.ranks import PublishingRank
+from weightsync.coordinator.ranks import PublishingRank, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
 from weightsync.coordinator.sources import ranks_of
 from weightsync.errors import PlanMismatch, WeightSyncError, readable
-from weightsync.protocol.messages import Body, OpenStream, Prepare, Prepared
+from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared
 from weightsync.spans import span
 
 _log = logging.getLogger(__name__)
@@ -89,12 +90,20 @@ def window_bytes_of(trainers: Trainers, engines: Engines) -> int:
 
 
 class PreparingAhead:
-    """Prepares replicas for their next round while no round runs. ``spawn`` starts a task that the coordinator keeps."""
+    """Prepares replicas for their next round while no round runs, and ends that when the trainer is gone.
+
+    ``running`` is held while a round runs. ``spawn`` starts a task that the coordinator keeps.
+    """
 
     def __init__(
-        self, members: Membership, planner: Planner, timeout: float, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+        self,
+        members: Membership,
+        planner: Planner,
+        settings: RoundSettings,
+        running: asyncio.Lock,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
-        self._members, self._planner, self._timeout, self._spawn = members, planner, timeout, spawn
+        self._members, self._planner, self._settings, self._running, self._spawn = members, planner, settings, running, spawn
 
     def start(self, replica: Replica) -> None:
         """Prepare a replica now, if it is complete and the trainer is, and unless that goes on already."""
@@ -110,9 +119,30 @@ class PreparingAhead:
             if task is not None:
                 task.cancel()
 
+    def trainer_left(self, gone: TrainerRank) -> None:
+        """Stop what runs, because a rank that hangs must not delay the next preparation.
+
+        Replicas free the rank's memory, which they have mapped, unless it comes back. Its successor may need the room.
+        """
+        self.stop_all()
+        self._spawn(self._let_go(gone))
+
+    async def _let_go(self, gone: TrainerRank) -> None:
+        await asyncio.sleep(self._settings.grace)
+        async with self._running:
+            if gone.member in self._members.trainers:
+                return
+            deadline, asked = RoundDeadline(self._settings.grace), []
+            for link in (link for replica in self._members.replicas.values() for link in replica.links.values() if link.prepared):
+                link.prepared = None
+                asked.append(on_all("letting go", deadline, {link.member: link}, LetGo(), Done))
+            for answer in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(answer, WeightSyncError):
+                    _log.info("memory of %s, which is gone, may be in use: %s", gone.member, readable(str(answer)))
+
     async def _prepare(self, replica: Replica, trainers: Trainers) -> None:
         try:
-            deadline = RoundDeadline(self._timeout)
+            deadline = RoundDeadline(self._settings.timeout)
             if self._members.streams:
                 await open_stream(trainers, replica.members(), deadline)
             else:

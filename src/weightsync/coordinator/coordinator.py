@@ -99,7 +99,7 @@ class Coordinator:
         self._past = PastRounds(settings.history, settings.traces)
         self._planner = Planner(settings.plan_bytes)
         self._keyed = KeyedDigester(self._members, self._planner)
-        self._preparing = PreparingAhead(self._members, self._planner, settings.timeout, self._spawn)
+        self._preparing = PreparingAhead(self._members, self._planner, settings, self._lock, self._spawn)
         self.loras = Loras(settings, self._members, self._keyed, (self._lock, self._serialize), self._spawn)
         self._closed, self._started = False, time.time()
 
@@ -166,8 +166,8 @@ class Coordinator:
             self._feed.emit(Left(node.rank.member, reason))
             self._rendezvous.left(node.rank.member, reason, clean)
             self.attendance.changed()
-            if isinstance(node.rank, TrainerRank):  # a hanging rank must not delay the next preparation
-                self._preparing.stop_all()
+            if isinstance(node.rank, TrainerRank):
+                self._preparing.trainer_left(node.rank)
             else:
                 self.loras.replica_left(node.rank.hello.name)
 

@@ -35,6 +35,7 @@ from weightsync.protocol.messages import (
     EndCall,
     EndStream,
     Host,
+    LetGo,
     Move,
     Moved,
     MoveWindow,
@@ -112,7 +113,7 @@ class EngineRole(SessionFront):
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
             Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
-            Revert: self._revert, Update: self._update,
+            Revert: self._revert, Update: self._update, LetGo: lambda body, deadline: self._drop_filler(),
         }  # fmt: skip
         self._at_once[EndCall] = lambda body, ticket, deadline: self.session.call_ended(body.call, body.reason, body.refuse)
         self.transports = transports_for(transports, encrypted)
@@ -121,7 +122,7 @@ class EngineRole(SessionFront):
         self._memory: _ParameterMemory | None = None
         self._memory = self._look(self.session.shards())
         self._held: Sequence[Shard] | None = None
-        """What was found to be ``_memory``, from the first look of a round to its last byte: so a write is never to freed memory."""
+        """What was found to be ``_memory``. Alive from the first look of a round to its last byte: no write is to freed memory."""
         self.layout = None if self._memory is None else self._memory.layout
         self.device_memory = self._memory is not None and self._memory.device is not None and adapter.can_load
         self._staging_on = self._staging_device()

@@ -31,10 +31,10 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources", "Commit",
     "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello", "Host",
-    "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place", "PlaceWindow",
-    "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach", "Refused",
-    "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing", "Traits",
-    "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
+    "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place",
+    "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach",
+    "Refused", "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing",
+    "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
 ]  # fmt: skip
 
 PROTOCOL = 12
@@ -307,6 +307,10 @@ class CheckSources(Message, frozen=True):
     number: _Number
 
 
+class LetGo(Message, frozen=True):
+    """The trainer is gone: disconnect from its memory, which would stay in use, and free the staging. The engine serves on."""
+
+
 class Pause(Message, frozen=True):
     """Stop generation. Answered by :class:`Done` once no step runs.
 
@@ -461,7 +465,7 @@ class Done(Message, frozen=True):
 
 
 Body = (
-    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | Pause | Move | Moved | Commit | Resume | Update |
+    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Pause | Move | Moved | Commit | Resume | Update |
     Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
     CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage |
     StoreMessage | LoraMessage

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +75,43 @@ def test_an_engine_in_read_only_memory_is_refused_when_it_joins(server: Backgrou
     layer.weight = nn.Parameter(mapped, requires_grad=False)
     with pytest.raises(LayoutError, match="weight is in memory that this process cannot write"):
         Engine(ModuleAdapter(layer), "mapped", server.url, token=server.token)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("source", ["module", "stream"])
+def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes(source: str) -> None:
+    """Else a trainer that is restarted would find its GPU's memory in use: by engines, which had mapped it."""
+    policy, served = nn.Linear(64, 64), nn.Linear(64, 64)
+    adapter = ModuleAdapter(served)
+
+    def publish(trainer: Trainer, number: int) -> None:
+        nn.init.normal_(policy.weight)
+        if source == "stream":
+            trainer.publish_stream(policy.state_dict().items(), number, timeout=30)
+        else:
+            trainer.publish(number, timeout=30)
+        with adapter.in_use(10.0) as version:
+            assert version is not None
+            assert version.number == number
+            assert torch.equal(served.weight, policy.weight)
+
+    def regions() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:weightsync")
+
+    with BackgroundServer(ServerSettings.load({}, port=0, grace=0.2)) as server, ExitStack() as owned:
+        before = regions()
+        owned.enter_context(Engine(adapter, "e0", server.url, token=server.token, transports=["shared_memory"], delivery="auto"))
+        for number in (1, 2):
+            whole = Stream(window_bytes=1 << 15) if source == "stream" else policy
+            with Trainer(whole, server.url, token=server.token, transports=["shared_memory"]) as trainer:
+                publish(trainer, number)
+                assert regions() > before
+            deadline = time.monotonic() + 10
+            while regions() > before and time.monotonic() < deadline:
+                threading.Event().wait(0.05)
+            assert regions() == before
+        with adapter.in_use(10.0) as version:
+            assert version is not None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -31,6 +31,7 @@ from weightsync.protocol.messages import (
     Done,
     EndStream,
     Host,
+    LetGo,
     Move,
     Moved,
     MoveWindow,
@@ -222,13 +223,11 @@ class _Process:
             raise ZeroDivisionError("a bug")
         if kind == "hang":
             await asyncio.get_running_loop().create_future()
-        if kind == "stubborn":
-            await _stubborn()
+        if kind in ("lost", "vanish"):
+            self.disconnect(node)
         if kind == "lost":
-            self.disconnect(node)
             raise PeerLost("the connection closed")
-        if kind == "vanish":
-            self.disconnect(node)
+        if kind in ("stubborn", "vanish"):
             await _stubborn()
         return kind
 
@@ -433,6 +432,8 @@ class FakeEngine(_Node):
                 return await self.prepare(body.plan)
             case CheckSources():
                 await self.check_sources(body.number)
+            case LetGo():
+                await self._enter("let_go")
             case Place():
                 return Placed((await self.place(body.number, body.epoch)).astype("<u8").tobytes(), 0)
             case Pause():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import pytest
@@ -139,4 +140,52 @@ async def test_a_plan_that_nobody_uses_any_more_makes_room_for_the_next() -> Non
         await world.drain(1)
         assert (await world.publish(number, 5.0)).ok
         assert planner.room.taken == taken
+    world.check()
+
+
+def asked_to_let_go(world: World) -> list[str]:
+    return [member for _, member, phase in world.log if phase == "let_go"]
+
+
+@virtual
+async def test_replicas_let_go_of_a_trainer_that_is_gone_for_the_grace() -> None:
+    world = world_of("a", "b")
+    assert (await world.publish(1, 5.0)).ok
+    world.trainers["trainer/0"].disconnect()
+    await asyncio.sleep(0.9)
+    assert not asked_to_let_go(world)
+    await asyncio.sleep(0.2)
+    assert sorted(asked_to_let_go(world)) == ["a/0", "b/0"]
+    world.trainers.clear()
+    world.add_trainers(1)
+    assert (await world.publish(2, 5.0)).ok, "they prepare again"
+    world.check()
+
+
+@virtual
+async def test_replicas_keep_what_they_read_of_a_trainer_that_comes_back_within_the_grace() -> None:
+    world = world_of("a")
+    assert (await world.publish(1, 5.0)).ok
+    trainer = world.trainers["trainer/0"]
+    trainer.disconnect()
+    await asyncio.sleep(0.5)
+    trainer.connect()
+    await asyncio.sleep(5.0)
+    assert not asked_to_let_go(world)
+    assert (await world.publish(2, 5.0)).ok
+    world.check()
+
+
+@virtual
+async def test_a_rank_that_does_not_let_go_costs_its_replica_nothing() -> None:
+    world = world_of("a", "b")
+    assert (await world.publish(1, 5.0)).ok
+    world.delays["a/0", "let_go"] = 250.0
+    world.trainers["trainer/0"].disconnect()
+    await asyncio.sleep(2.5)
+    assert sorted(asked_to_let_go(world)) == ["b/0"]
+    world.delays.clear()
+    world.trainers.clear()
+    world.add_trainers(1)
+    assert (await world.publish(2, 5.0)).ok
     world.check()

@@ -44,6 +44,7 @@ from weightsync.protocol.messages import (
     Failure,
     Frame,
     Hello,
+    LetGo,
     Move,
     Moved,
     MoveWindow,
@@ -423,6 +424,7 @@ async def test_answers_of_the_wrong_kind_or_size_are_refused() -> None:
         (engine, moved, Move(1)),
         (engine, Updated(moved, True, 0, 0), Update(version, "abort")),
         *((engine, Done(), body) for body in (Pause("abort"), Commit(version), Resume(), Quarantine("why"), CheckSources(1))),
+        (engine, Done(), LetGo()),
     ]
     for rank, answer, message in right:
         assert await says(rank, answer, message, type(answer)) == answer

@@ -415,8 +415,7 @@ class EngineRole(SessionFront):
         return views.are_of(tensors) if held is None else views.are_at(tensors)
 
     def _check_memory(self) -> None:
-        views, shards = None if self._memory is None else self._memory.views, self.session.shards("follow")
-        if views is not None and not views.are_of([shard.tensor for shard in shards or ()]):
+        if self._memory is not None and not self._unmoved(self.session.shards("follow") or (), self._held):
             raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from tests.gpu.owner_process import HERE
 from torch import nn
 
 from weightsync.config import ServerSettings
@@ -48,7 +47,7 @@ def test_the_memory_of_a_trainer_that_was_killed_is_free_and_the_next_one_publis
         before = free()
         for number in (1, 2):
             command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(WIDTH), server.url, server.token, str(number)]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE) as trainer:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
                 assert trainer.stdout is not None
                 assert "cuda_ipc" in trainer.stdout.readline()
                 trainer.kill()

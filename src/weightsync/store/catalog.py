@@ -108,9 +108,10 @@ def collect_garbage(
     needed = {path for order in kept for path in load(store, run, order, public).objects}
     garbage = [
         item
-        for item in store.list(f"{folder_of(run)}/objects")
-        if kept and item.path not in needed and (item.modified < before or not grace)
-    ]
+        for item in store.list(folder_of(run))
+        if ("/objects/" in item.path or "#" in item.path)  # obstore's name of a file that it was writing
+        and kept and item.path not in needed and (item.modified < before or not grace)
+    ]  # fmt: skip
     dropped = tuple(order for order in listed if order not in kept)
     if not dry_run:
         for order in dropped:

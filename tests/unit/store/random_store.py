@@ -172,9 +172,9 @@ class Schedule:
         if actor is None:
             return None
         self.wait(lambda: True)
-        if self.random.random() >= self._rate:
-            return None
         point = what.startswith("store.") and what != "store.call"
+        if self.random.random() >= (3 * self._rate if point else self._rate):
+            return None
         fault = self.random.choice(("stalls", "dies") if point else _FAULTS)
         self.injected[fault] += 1
         actor.excused = True
@@ -496,7 +496,7 @@ def run_schedule(seed: int, *, faults: bool = True) -> Schedule:
                 keep = draw.choice((None, 1, 2))
                 trainers.append(SimulatedTrainer(schedule, epoch, last, draw.randrange(1, 6), ranks=draw.choice((1, 2)), keep=keep))
             for body in (_read, _collect):
-                schedule.start(Process(body.__name__), lambda body=body: body(schedule, draw.randrange(5)))  # type: ignore[misc]
+                schedule.start(Process(body.__name__), lambda body=body: body(schedule, draw.choice((0, 2, 4, 8))))  # type: ignore[misc]
             schedule.run()
             last = max(last, *(trainer.number for trainer in trainers))
             if draw.random() < 0.2:

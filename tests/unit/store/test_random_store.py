@@ -15,7 +15,7 @@ from tests.unit.store.storing_process import Signing
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import StaleSource, VersionError
-from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, orders
+from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, manifest_path, orders
 from weightsync.store.local_files import LocalFiles
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import new_secret
@@ -77,6 +77,20 @@ def test_a_listing_without_any_version_removes_nothing(tmp_path: Path, monkeypat
         patched.setattr(ObjectStore, "list", lambda store, folder="": [] if "versions" in folder else every(store, folder))
         assert not collect_garbage(trainer.store, RUN, trainer.key.public, 1, grace=0).objects
     assert orders(trainer.store, RUN) == [(1, 0)]
+
+
+def test_what_was_left_of_a_manifest_that_was_being_written_is_garbage(tmp_path: Path) -> None:
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    manifest = tmp_path / manifest_path(RUN, (1, 0))
+    left = manifest.with_name(manifest.name + "#1")
+    left.write_bytes(manifest.read_bytes()[:100])
+    other = manifest.with_name("notes.txt")
+    other.write_text("not the store's")
+    assert orders(trainer.store, RUN) == [(1, 0)]
+    assert not collect_garbage(trainer.store, RUN, trainer.key.public, 1).objects and left.exists()
+    assert collect_garbage(trainer.store, RUN, trainer.key.public, 1, grace=0).objects == 1
+    assert manifest.exists() and other.exists() and not left.exists()
 
 
 def test_the_trainer_of_another_epoch_keeps_the_base_of_what_it_writes(tmp_path: Path) -> None:

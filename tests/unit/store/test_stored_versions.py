@@ -459,7 +459,7 @@ def test_garbage_collection_leaves_the_store_by_no_link(tmp_path: Path) -> None:
 
     def swapping(self: ObjectStore, folder: str = "") -> list[Listed]:
         found = list(every(self, folder))
-        if folder.endswith("objects"):
+        if not folder.endswith("versions"):
             (objects / "real").rename(tmp_path / "store" / "aside" / "real")
             (objects / "real").symlink_to(elsewhere)
         return found

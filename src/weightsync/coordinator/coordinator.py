@@ -58,6 +58,7 @@ from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import Done, EndCall, Publish, ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.protocol.round_log import MissedReplicas
+from weightsync.protocol.store_messages import STORE
 from weightsync.spans import recording, tracing
 from weightsync.store.signing import SigningKey
 
@@ -65,6 +66,7 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
+_STORE_SECONDS = 30.0  # until what could not be read from the store is tried again
 
 
 async def _no_announcement() -> None:
@@ -251,8 +253,7 @@ class Coordinator:
     def _exclude_and_seed(self, replica: Replica, why: str) -> None:
         """Take a replica out of service whose own digests refute its label, and seed it as soon as a version can be read."""
         self._exclude(replica, why)
-        self._wanted.add(replica.name)
-        self._seed_wanted()
+        self._seed_wanted((replica.name,))
 
     # Publishing.
 
@@ -472,11 +473,13 @@ class Coordinator:
             if replica.complete and replica.refusal is None and self._updates(replica, current)
         ]
 
-    def _seed_wanted(self) -> None:
-        """Start background seeding if a replica needs it and a version can be read.
+    def _seed_wanted(self, names: Iterable[str] = ()) -> None:
+        """Start background seeding if a replica needs it and a version can be read. ``names`` need it from now on, too.
 
-        Each request gets one attempt. One that a publication cancelled does not count.
+        Each request gets one attempt, but what cannot be read from the store is tried again: there may be no trainer any more. One
+        that a publication cancelled does not count.
         """
+        self._wanted.update(names)
         ready = self._wanted and self._seedable() is not None and not self._closed
         if ready and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
@@ -489,7 +492,9 @@ class Coordinator:
                 if not names:
                     return
                 try:
-                    await self._seed(names, RoundDeadline(self.settings.timeout))
+                    result = await self._seed(names, RoundDeadline(self.settings.timeout))
+                    if failed := [each.name for each in result.replicas if each.error and each.source == STORE]:
+                        asyncio.get_running_loop().call_later(_STORE_SECONDS, self._seed_wanted, failed)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
                     if self._pending_publications:

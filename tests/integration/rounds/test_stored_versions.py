@@ -11,9 +11,10 @@ import torch
 
 import weightsync
 from weightsync.config import ServerSettings
+from weightsync.coordinator import coordinator
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, StaleSource
+from weightsync.errors import ConfigurationError, StaleSource, TransportError
 from weightsync.server.server import BackgroundServer
 from weightsync.store.catalog import load, manifest_path, newest, orders
 from weightsync.store.objects import ObjectStore
@@ -249,6 +250,26 @@ def test_a_key_frame_that_was_removed_fails_that_replica_and_no_more(where: Path
             with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
                 trainer.publish()
             assert engine.serving is not None and engine.serving.number == 1 and same(served.state_dict(), trained)
+
+
+def test_a_store_that_fails_for_a_while_delays_a_replica_for_which_no_trainer_comes(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_STORE_SECONDS", 0.2)
+    trained, served = model(), model(1)
+    with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            trainer.publish()
+        read, failures = ObjectStore.read, [TransportError("the store fails now")] * 3
+
+        def failing(self: ObjectStore, path: str, first: int, last: int) -> memoryview:
+            if path.endswith(".safetensors") and failures:
+                raise failures.pop()
+            return read(self, path, first, last)
+
+        monkeypatch.setattr(ObjectStore, "read", failing)
+        with joined(server, served, "late") as engine:
+            assert engine.serving is not None and not failures and same(served.state_dict(), trained)
 
 
 def test_a_replica_that_serves_a_newer_version_keeps_it(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.status_of import replica_gauges, replica_status
-from weightsync.coordinator.stored_versions import StoredSource, StoredVersions
+from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
@@ -66,7 +66,6 @@ _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
-_STORE_SECONDS = 30.0  # until what could not be read from the store is tried again
 
 
 async def _no_announcement() -> None:
@@ -212,9 +211,7 @@ class Coordinator:
             self._exclude(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
             self._check_reports(version.order)
-        if self._updates(replica, self._seedable()):
-            self._wanted.add(replica.name)
-        self._seed_wanted()
+        self._seed_wanted((replica.name,) if self._updates(replica, self._seedable()) else ())
 
     def _seedable(self) -> Version | None:
         """Version with which replicas can be seeded now: of the trainer, of replicas that serve it to others, or of the store."""
@@ -476,12 +473,10 @@ class Coordinator:
     def _seed_wanted(self, names: Iterable[str] = ()) -> None:
         """Start background seeding if a replica needs it and a version can be read. ``names`` need it from now on, too.
 
-        Each request gets one attempt, but what cannot be read from the store is tried again: there may be no trainer any more. One
-        that a publication cancelled does not count.
+        Each request gets one attempt; one that a publication cancelled, or that failed to read from the store, does not count.
         """
         self._wanted.update(names)
-        ready = self._wanted and self._seedable() is not None and not self._closed
-        if ready and self._seeder is None:
+        if self._wanted and self._seedable() is not None and not self._closed and self._seeder is None:
             self._seeder = self._spawn(self._seed_in_background())
 
     async def _seed_in_background(self) -> None:
@@ -494,7 +489,7 @@ class Coordinator:
                 try:
                     result = await self._seed(names, RoundDeadline(self.settings.timeout))
                     if failed := [each.name for each in result.replicas if each.error and each.source == STORE]:
-                        asyncio.get_running_loop().call_later(_STORE_SECONDS, self._seed_wanted, failed)
+                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, failed)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
                     if self._pending_publications:

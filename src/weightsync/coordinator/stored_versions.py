@@ -23,6 +23,8 @@ from weightsync.protocol.messages import PROTOCOL, Body, Done, Hello, Host, Offe
 from weightsync.protocol.store_messages import STORE, ManifestStored, SignedManifest, StoreAddress, StorePart
 from weightsync.store.signing import SigningKey, StoredVersion, opened
 
+STORE_SECONDS = 30.0
+"""Until a replica that could not read from the store is seeded again: there may be no trainer that publishes a next version."""
 _FIRST = "trainer/0"
 
 

@@ -255,7 +255,7 @@ def test_a_key_frame_that_was_removed_fails_that_replica_and_no_more(where: Path
 def test_a_store_that_fails_for_a_while_delays_a_replica_for_which_no_trainer_comes(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "_STORE_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator, "STORE_SECONDS", 0.2)
     trained, served = model(), model(1)
     with BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server:
         with weightsync.Trainer(trained, server.url, token=server.token) as trainer:

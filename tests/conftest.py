@@ -29,6 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each such name would be
 # UCX opens each network device that there is, and fails if one is removed meanwhile: other tests make and remove theirs.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 os.environ["WEIGHTSYNC_STATE_DIR"] = "off"
+os.environ["WEIGHTSYNC_PORT"] = "0"  # tests run side by side: not all coordinators can have the default port
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
@@ -95,12 +96,6 @@ def _held() -> set[str]:
     if Path("/dev/shm").is_dir():
         held |= {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if path.name.startswith("weightsync")}
     return held
-
-
-@pytest.fixture
-def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's own coordinator takes a free port: tests that run side by side cannot all have the default one."""
-    monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
 
 
 @pytest.fixture(scope="module")

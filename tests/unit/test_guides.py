@@ -26,8 +26,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEY = b"k" * 32
 NBYTES = 4096
 
-pytestmark = pytest.mark.usefixtures("free_port")
-
 
 def _run(page: str) -> dict[str, Any]:
     """Execute the ``python`` blocks of a page in order, in one namespace; those marked ``notest`` are left out."""

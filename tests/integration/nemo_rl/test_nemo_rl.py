@@ -210,7 +210,7 @@ def test_where_one_side_cannot_start_a_coordinator_that_of_the_other_is_used(
         try:
             refused = [engine.prepare() for _, engine in local.policies]
             assert all("coordinator" not in about and str(taken.address.port) in str(about["refused"]) for about in refused)
-            monkeypatch.delenv("WEIGHTSYNC_PORT")
+            monkeypatch.setenv("WEIGHTSYNC_PORT", "0")
             offers = [engine.prepare() for _, engine in local.workers]
             with pytest.raises(ConfigurationError, match=str(taken.address.port)):
                 local.policies[0][1].init_policy_process_group(

@@ -62,8 +62,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 ENGINE_LACKS = (".sinks", "o_proj.bias", "down_proj_bias", "router.bias", "q_norm", "k_norm")
 RENAMED = {".block_sparse_moe.": ".mlp.", ".mlp.router.": ".mlp.gate."}
 
-pytestmark = pytest.mark.usefixtures("free_port")
-
 
 def config_of(name: str) -> Any:
     kind, more, _ = MODELS[name]

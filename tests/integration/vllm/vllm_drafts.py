@@ -70,5 +70,4 @@ def play(directory: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     here = Path(__file__).resolve()
     os.environ["PYTHONPATH"] = f"{here.parent}{os.pathsep}{here.parents[3]}"  # for what vLLM starts
-    os.environ["WEIGHTSYNC_PORT"] = "0"  # others may have the default one
     print("RESULT " + json.dumps(play(Path(sys.argv[1]))), flush=True)

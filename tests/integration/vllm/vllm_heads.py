@@ -124,5 +124,4 @@ def play(kind: str, directory: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     here = Path(__file__).resolve()
     os.environ["PYTHONPATH"] = f"{here.parent}{os.pathsep}{here.parents[3]}"  # for what vLLM starts
-    os.environ["WEIGHTSYNC_PORT"] = "0"  # others may have the default one
     print("RESULT " + json.dumps(play(sys.argv[1], Path(sys.argv[2]))), flush=True)

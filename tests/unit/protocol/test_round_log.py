@@ -19,7 +19,7 @@ from weightsync.config import Secret, ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
 
-pytestmark = pytest.mark.usefixtures("free_port", "no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 SECONDS = 20
 

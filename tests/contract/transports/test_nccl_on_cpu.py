@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
+from weightsync.transports.base import Reader
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync_testing.copy_cases import big
@@ -68,3 +70,42 @@ def test_a_broadcast_that_hangs_in_an_aborted_group_keeps_no_region_mapped(monke
         for thread in threading.enumerate():
             if thread.name == "weightsync-nccl":
                 thread.join(10)
+
+
+def test_no_timer_of_a_broadcast_outlives_its_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was cancelled refers to readers, and so to the region, until its thread has ended."""
+    from tests.contract.transports.nccl_on_cpu import NcclOnCpu
+
+    made: list[threading.Timer] = []
+
+    class EndsLate(threading.Timer):
+        def run(self) -> None:
+            made.append(self)
+            super().run()
+            threading.Event().wait(0.5)
+
+    monkeypatch.setattr(threading, "Timer", EndsLate)
+    wanted = big(1 << 16, groups=1)
+    region = PublishedRegion(1 << 16, "d" * 32)
+    publisher = NcclOnCpu(buffer_bytes=2 << 20, gather_seconds=5).publish(region, b"k" * 32, this_host())
+    readers = [NcclOnCpu().open(publisher.offer, b"k" * 32, Deadline(10)) for _ in range(2)]
+    try:
+        with region.placing(1):
+            pass
+        for reader in readers:
+            reader.prepare(wanted.groups, "d" * 32, Deadline(10))
+        with ThreadPoolExecutor(2) as pool:  # the first waits for the second, with a timer
+
+            def read(reader: Reader) -> None:
+                reader.begin(1, Deadline(10))
+                reader.read(0, Deadline(10))
+                reader.end(Deadline(10))
+
+            list(pool.map(read, readers))
+    finally:
+        for reader in readers:
+            reader.close()
+        publisher.close()
+        region.close()
+    assert len(made) >= 2
+    assert not any(timer.is_alive() for timer in made)

@@ -224,6 +224,7 @@ class _Group:
             raise
         finally:
             timer.cancel()
+            timer.join(_CLOSE_SECONDS)  # it refers to readers, and they to the region
 
     def close(self) -> None:
         """Leave the group, so that all who are in it notice, and end a :meth:`join` that waits. Safe twice, from any thread."""
@@ -355,8 +356,7 @@ class BroadcastPublisher(ListeningPublisher):
             elif transfer.timer is None:
                 seconds = min(self._gather_seconds, transfer.deadline.left * _GATHER_PART)
                 transfer.timer = threading.Timer(seconds, self._begin_late, [transfer])
-                transfer.timer.daemon = True
-                transfer.timer.start()
+                self._begin_thread(transfer.timer)
 
     def _begin_late(self, transfer: _GroupTransfer) -> None:
         with self._lock:
@@ -373,11 +373,14 @@ class BroadcastPublisher(ListeningPublisher):
             self._run(transfer)
 
     def _run(self, transfer: _GroupTransfer) -> None:
-        thread = threading.Thread(
-            target=self._send_busily, args=(transfer, tuple(transfer.members)), name="weightsync-collective-send", daemon=True
-        )
-        self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
+        arguments, name = (transfer, tuple(transfer.members)), "weightsync-collective-send"
         self._running.add(transfer)
+        self._begin_thread(threading.Thread(target=self._send_busily, args=arguments, name=name))
+
+    def _begin_thread(self, thread: threading.Thread) -> None:
+        """Start a thread that :meth:`close` waits for: what it refers to keeps the region mapped. Call with the lock held."""
+        thread.daemon = True
+        self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
         thread.start()
 
     def _leave(self, member: _Member) -> None:
@@ -505,7 +508,6 @@ class BroadcastPublisher(ListeningPublisher):
         for transfer in gathering:
             if transfer.timer is not None:
                 transfer.timer.cancel()
-                transfer.timer.join(_CLOSE_SECONDS)
         for thread in threads:
             thread.join(_CLOSE_SECONDS)
         self._wire.close()

@@ -371,6 +371,8 @@ def variable_of(cls: type[msgspec.Struct], field: str) -> str:
 
 def _load(cls: type[_Settings], environment: Mapping[str, str], given: Mapping[str, object]) -> _Settings:
     values: dict[str, Any] = {}
+    if unknown := given.keys() - set(cls.__struct_fields__):
+        raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
     for field in msgspec.structs.fields(cls):
         value = given.get(field.name)
         variable = variable_of(cls, field.name)

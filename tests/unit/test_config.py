@@ -56,6 +56,11 @@ def test_bad_addresses_are_refused_with_an_example(url: str) -> None:
         Address.parse(url)
 
 
+def test_a_setting_that_does_not_exist_is_not_dropped_in_silence() -> None:
+    with pytest.raises(TypeError, match="ServerSettings has no grace, prot"):
+        ServerSettings.load({}, prot=7400, grace=2.0)
+
+
 def test_a_password_in_a_url_is_not_repeated() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Address.parse("http://user:hunter2@head:7400")

@@ -32,7 +32,7 @@ class CalledLower(Called, LowerHalf):
 
 @pytest.fixture
 def server(no_leaks: None) -> Iterator[BackgroundServer]:
-    with BackgroundServer(ServerSettings.load({}, port=0, grace=2.0)) as server:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server:
         yield server
 
 
@@ -152,7 +152,7 @@ def test_a_trainer_that_is_interrupted_ends_the_call_and_publishes_again(
 
 
 def test_a_coordinator_that_ends_in_the_middle_ends_the_call(no_leaks: None, threads: ThreadPoolExecutor) -> None:
-    with BackgroundServer(ServerSettings.load({}, port=0, grace=1.0)) as server, ExitStack() as owned:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, ExitStack() as owned:
         trainer = owned.enter_context(weightsync.Trainer(module(), server.url, token=server.token))
         adapter = Called(module())
         engine = join(owned, server, adapter, "owned")

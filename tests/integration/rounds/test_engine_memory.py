@@ -7,14 +7,16 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from weightsync.config import ServerSettings
+from weightsync.config import ServerSettings, control_settings
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import LayoutError, RoundFailed
@@ -79,7 +81,9 @@ def test_an_engine_in_read_only_memory_is_refused_when_it_joins(server: Backgrou
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize("source", ["module", "stream"])
-def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes(source: str) -> None:
+def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a trainer that is restarted would find its GPU's memory in use: by engines, which had mapped it."""
     policy, served = nn.Linear(64, 64), nn.Linear(64, 64)
     adapter = ModuleAdapter(served)
@@ -98,7 +102,9 @@ def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes
     def regions() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:weightsync")
 
-    with BackgroundServer(ServerSettings.load({}, port=0, grace=0.2)) as server, ExitStack() as owned:
+    quick = partial(msgspec.structs.replace, grace=0.2)
+    monkeypatch.setattr("weightsync.server.server.control_settings", lambda settings: quick(control_settings(settings)))
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server, ExitStack() as owned:
         before = regions()
         owned.enter_context(Engine(adapter, "e0", server.url, token=server.token, transports=["shared_memory"], delivery="auto"))
         for number in (1, 2):

@@ -57,7 +57,7 @@ class Worker:
 
 @pytest.fixture
 def server(no_leaks: None, tmp_path: Path) -> Iterator[BackgroundServer]:
-    with BackgroundServer(ServerSettings.load({}, port=0, grace=2.0)) as server:
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server:
         (tmp_path / "token").write_text(server.token + "\n")
         yield server
 

@@ -267,7 +267,7 @@ test-all: ## every part of PARTS, and a table of them: make test, rare tests, a 
 	trap '[[ -z $$beside ]] || kill -- -$$beside 2>/dev/null || true' EXIT; \
 	part() { \
 		began=$$SECONDS; result=passed; echo "make test-all: $$1" >&2; \
-		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
+		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 $(if $(BESIDE),WORKERS=2) VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
 			| tee $(LOGS)/$$1.log || { result=failed; touch $(LOGS)/failed; }; \
 		counts=$$(grep -oE '[0-9]+ (passed|failed|skipped|errors?)\b' $(LOGS)/$$1.log | paste -sd' ' || true); \
 		printf '%-18s %7d  %-6s  %s\n' $$1 $$((SECONDS - began)) $$result "$$counts" | tee -a $(LOGS)/table >&2; \

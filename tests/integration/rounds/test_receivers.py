@@ -177,7 +177,8 @@ def test_a_stream_that_fails_before_the_receivers_first_loop_fails_that_loop_at_
         assert publishing.result(SECONDS).ok
 
 
-def test_a_trainer_that_is_closed_before_its_stream_was_asked_for_says_so() -> None:
+def test_a_trainer_that_is_closed_before_its_stream_was_asked_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.trainer.trainer._CLOSING_SECONDS", 0.5)
     drained, begun, release = [], threading.Event(), threading.Event()
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +202,8 @@ def test_a_trainer_that_is_closed_before_its_stream_was_asked_for_says_so() -> N
     assert drained == [0, 1, 2]
 
 
-def test_a_publication_in_the_background_that_had_not_begun_when_its_trainer_was_closed_is_aborted() -> None:
+def test_a_publication_in_the_background_that_had_not_begun_at_the_close_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.trainer.trainer._CLOSING_SECONDS", 0.5)
     release = threading.Event()
     with (
         BackgroundServer(ServerSettings.load({}, port=0)) as server,

@@ -349,16 +349,10 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
     """What the coordinator itself needs of these settings; a run without an id gets a new one."""
     run = settings.run or f"run-{secrets.token_hex(4)}"
     return RoundSettings(
-        run=run,
-        pause_mode=settings.pause_mode,
-        require=settings.require,
-        max_unavailable=settings.max_unavailable,
+        run=run, pause_mode=settings.pause_mode, require=settings.require, max_unavailable=settings.max_unavailable,
         drain=float(bool(settings.routers)) if settings.drain_seconds is None else settings.drain_seconds,
-        fan_out=settings.fan_out,
-        timeout=settings.round_deadline,
-        traces=settings.traces,
-        plan_bytes=settings.limits.plan_bytes,
-    )
+        fan_out=settings.fan_out, timeout=settings.round_deadline, traces=settings.traces, plan_bytes=settings.limits.plan_bytes,
+    )  # fmt: skip
 
 
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)

@@ -119,12 +119,12 @@ def change(model, seed):
 
 def share_of_gpu(manifest, ranks):
     """The share of a GPU that vLLM needs for its weights, its steps and a few short requests: a trainer may be on the same GPU."""
-    need = 1.08 * manifest.nbytes / ranks + 2.5e9
+    need = 1.02 * manifest.nbytes / ranks + 2.5e9
     return round(need / torch.cuda.get_device_properties(0).total_memory, 3)
 
 
 @contextmanager
-def vllm_joined(folder, share, server, ranks=1, transport=None):
+def vllm_joined(folder, share, server, ranks=1, transport=None, bucket_bytes=None):
     """A vLLM that has joined, with its ``share`` of the GPU's memory if the checkpoint has only shapes."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
@@ -142,7 +142,7 @@ def vllm_joined(folder, share, server, ranks=1, transport=None):
     started = time.perf_counter() - began
     began = time.perf_counter()
     transports = [transport] if transport else None
-    with attach(llm, "vllm-0", server.url, token=server.token, transports=transports) as attached:
+    with attach(llm, "vllm-0", server.url, token=server.token, transports=transports, bucket_bytes=bucket_bytes) as attached:
         seen = {"vllm_start_s": round(started, 1), "join_s": round(time.perf_counter() - began, 2)}
         print("JOINED " + json.dumps(seen), flush=True)
         yield llm, attached, seen
@@ -241,8 +241,8 @@ def measure(name, rounds, ranks, transport, format_name, changed):
     manifest = served(manifest_for(name), format_name)
     with tempfile.TemporaryDirectory() as folder, BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)) as server:
         shapes_only(folder, manifest, bool(format_name))
-        share = share_of_gpu(manifest, ranks)
-        with vllm_joined(folder, share, server, ranks, transport) as (llm, attached, _), ExitStack() as owned:
+        share, most = share_of_gpu(manifest, ranks), None if changed == 1 else 4 << 30  # a trainer on this GPU leaves little room
+        with vllm_joined(folder, share, server, ranks, transport, most) as (llm, attached, _), ExitStack() as owned:
             trainers = [
                 owned.enter_context(Peer("weightsync_bench.gpu_rank", {"role": "trainer", "rank": rank, "job": job}))
                 for rank in range(ranks)

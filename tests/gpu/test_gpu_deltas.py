@@ -92,6 +92,24 @@ def test_too_many_changes_move_whole(joined: Joined) -> None:
     assert fingerprint(source) == fingerprint(target)
 
 
+def test_where_only_lists_find_room_the_last_version_is_in_host_memory(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["the GPU is full", None])
+    monkeypatch.setattr(in_place, "room_for_copy", lambda nbytes, device: next(answers))
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    whole = only(trainer)
+    assert next(answers, "asked twice") == "asked twice"
+    for number in range(2, 6):
+        step(source, 0.01 if number < 5 else 0.0)
+        changed = only(trainer)
+        assert (changed.base, changed.verified, changed.version) == (number - 1, "installed", number)
+        assert changed.nbytes < whole.nbytes / 10
+        assert fingerprint(source) == fingerprint(target)
+    trainer.close()
+
+
 def test_where_the_last_version_finds_no_room_all_bytes_move(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "room_for_copy", lambda nbytes, device: "no room in this test")
     source, target = models()

@@ -39,9 +39,9 @@ def free() -> int:
 
 def test_the_memory_of_a_trainer_that_was_killed_is_free_and_the_next_one_publishes() -> None:
     served = nn.Linear(WIDTH, WIDTH, bias=False, device=f"cuda:{torch.cuda.device_count() - 1}", dtype=torch.bfloat16)
-    adapter, grace = ModuleAdapter(served), 2.0
+    adapter = ModuleAdapter(served)
     with (
-        BackgroundServer(ServerSettings.load({}, port=0, grace=grace)) as server,
+        BackgroundServer(ServerSettings.load({}, port=0)) as server,
         Engine(adapter, "e0", server.url, token=server.token),
     ):
         before = free()
@@ -53,7 +53,7 @@ def test_the_memory_of_a_trainer_that_was_killed_is_free_and_the_next_one_publis
                 trainer.kill()
                 trainer.wait(10)
             assert before - free() > NBYTES // 2, "mapped: else this tests nothing"
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 30
             while before - free() > NBYTES // 2 and time.monotonic() < deadline:
                 threading.Event().wait(0.1)
             assert before - free() < NBYTES // 2

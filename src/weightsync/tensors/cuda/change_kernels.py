@@ -165,9 +165,13 @@ def find_kernel(
 
 @triton.jit(do_not_specialize=["sections", "first", "last", "scratch", "payload", "capacity"])
 def pack_kernel(
-    table, sections, blocks, first, last, counts, ends, scratch, payload, capacity, GROUP: tl.constexpr, LANES: tl.constexpr
-):
-    """Copy the lists of ``GROUP`` blocks from their slots to where they belong: ``ends`` are the units up to each block's end."""
+    table, sections, blocks, first, last, counts, ends, scratch, payload, capacity, ALIGNED: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Copy the lists of ``GROUP`` blocks from their slots to where they belong: ``ends`` are the units up to each block's end.
+
+    Blocks that are sent whole are read from the memory of now if that is ``ALIGNED``: that of before may be the host's.
+    """
     inside = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     number = first + inside
     live = number < last
@@ -180,7 +184,7 @@ def pack_kernel(
     end = tl.load(ends + number, mask=live, other=0)
     units = tl.where(end <= capacity, units, 0)
     listed = scratch + inside.to(tl.int64) * _SLOT + _LIST
-    source = tl.where(whole, tl.load(row, mask=live, other=0) + begin, listed)
+    source = tl.where(whole, tl.load(row + (sections if ALIGNED else 0), mask=live, other=0) + begin, listed)
     target = payload + (end - units) * 4
     # Bytes behind the end of a list, or of a block, are zeros, and so are those between places and values.
     stop = tl.where(whole, size, behind + count * word)

@@ -87,7 +87,7 @@ class ChangeFinder:
                 ends += self._ends[begin]
                 pack_kernel[(-(-(stop - begin) // 8),)](
                     self._table, len(self._sections), self._blocks, begin, stop, self._counts, self._ends[1:], scratch, payload,
-                    self._payload.nbytes // 4, GROUP=8, LANES=64, num_warps=4,
+                    self._payload.nbytes // 4, ALIGNED=self._aligned, GROUP=8, LANES=64, num_warps=4,
                 )  # fmt: skip
 
     def end(self, deadline: Deadline) -> tuple[int | None, Int64]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from weightsync.arrays import Bytes, Int64, UInt64
+from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
@@ -27,11 +26,10 @@ from weightsync.transports.broadcast.process_groups import ProcessGroup, init_cu
 from weightsync.transports.broadcast.reader import Receipt, ReceivingWire, tiles_and_bytes
 from weightsync.transports.broadcast.sender import BroadcastJob, Packer, SendingWire
 from weightsync.transports.broadcast.transport import Broadcast, BufferSettings
+from weightsync.transports.cuda.pinned import Pinned
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.net.messages import Ready
-
-_MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class Nccl(Broadcast):
@@ -216,31 +214,3 @@ def _together(groups: Sequence[CopyTable]) -> CopyTable:
     if not groups:
         return CopyTable.empty()
     return CopyTable(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))
-
-
-class Pinned:
-    """Keeps ``memory`` in place and readable by kernels on ``device``, at :attr:`address`, until closed.
-
-    Raises :class:`~weightsync.errors.TransportUnavailable` where the driver refuses (locked memory is limited, say).
-    """
-
-    def __init__(self, memory: Bytes, device: torch.device) -> None:
-        self._memory: Bytes | None = None
-        self.address = int(memory.ctypes.data)
-        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if not memory.nbytes:
-            return
-        with torch.cuda.device(device):
-            code = int(self._runtime.cudaHostRegister(self.address, memory.nbytes, _MAPPED_FOR_ALL))
-        if code:
-            raise TransportUnavailable(
-                f"{memory.nbytes:,} bytes of host memory cannot be read by {device} (CUDA error {code}): raise the limit of locked "
-                "memory (ulimit -l), or keep the trainer's shards on its GPU"
-            )
-        self._memory = memory
-
-    def close(self) -> None:
-        """Let go of it. Nothing may be reading it. Safe twice."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._runtime.cudaHostUnregister(self.address)

@@ -1,0 +1,40 @@
+"""Host memory that kernels read and write where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weightsync.arrays import Bytes
+from weightsync.errors import TransportUnavailable
+
+_MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class Pinned:
+    """Keeps ``memory`` in place and readable by kernels on ``device``, at :attr:`address`, until closed.
+
+    Raises :class:`~weightsync.errors.TransportUnavailable` where the driver refuses (locked memory is limited, say).
+    """
+
+    def __init__(self, memory: Bytes, device: torch.device) -> None:
+        self._memory: Bytes | None = None
+        self.address = int(memory.ctypes.data)
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if not memory.nbytes:
+            return
+        with torch.cuda.device(device):
+            code = int(self._runtime.cudaHostRegister(self.address, memory.nbytes, _MAPPED_FOR_ALL))
+        if code:
+            raise TransportUnavailable(
+                f"{memory.nbytes:,} bytes of host memory cannot be read by {device} (CUDA error {code}): raise the limit of locked "
+                "memory (ulimit -l), or keep the trainer's shards on its GPU"
+            )
+        self._memory = memory
+
+    def close(self) -> None:
+        """Let go of it. Nothing may be reading it. Safe twice."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._runtime.cudaHostUnregister(self.address)

@@ -16,6 +16,7 @@ from weightsync.config import ServerSettings
 from weightsync.engines.module import ModuleAdapter
 from weightsync.publishing import in_place
 from weightsync.server.server import BackgroundServer
+from weightsync.trainer.trainer import Trainer
 from weightsync.transports.nixl.agent import nixl_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
@@ -44,6 +45,16 @@ def models() -> tuple[Model, Model]:
     return source, target
 
 
+def publishes_what_changes(trainer: Trainer, source: Model, target: Model, whole: int) -> None:
+    """Four more versions, the last one without a change."""
+    for number in range(2, 6):
+        step(source, 0.01 if number < 5 else 0.0)
+        changed = only(trainer)
+        assert (changed.base, changed.verified, changed.version) == (number - 1, "installed", number)
+        assert changed.nbytes < whole / 10
+        assert fingerprint(source) == fingerprint(target)
+
+
 @pytest.mark.parametrize("transport", ["cuda_ipc", pytest.param("nixl", marks=needs_nixl)])
 def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transport: str) -> None:
     source, target = models()
@@ -52,12 +63,7 @@ def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transp
     trainer.wait_for_replicas()
     whole = only(trainer)
     assert (whole.base, whole.verified, whole.transports) == (None, "installed", (transport,))
-    for number in range(2, 6):
-        step(source, 0.01 if number < 5 else 0.0)
-        changed = only(trainer)
-        assert (changed.base, changed.verified, changed.version) == (number - 1, "installed", number)
-        assert changed.nbytes < whole.nbytes / 10
-        assert fingerprint(source) == fingerprint(target)
+    publishes_what_changes(trainer, source, target, whole.nbytes)
 
 
 def test_only_what_changed_moves_from_a_copy(joined: Joined) -> None:
@@ -101,12 +107,7 @@ def test_where_only_lists_find_room_the_last_version_is_in_host_memory(joined: J
     trainer.wait_for_replicas()
     whole = only(trainer)
     assert next(answers, "asked twice") == "asked twice"
-    for number in range(2, 6):
-        step(source, 0.01 if number < 5 else 0.0)
-        changed = only(trainer)
-        assert (changed.base, changed.verified, changed.version) == (number - 1, "installed", number)
-        assert changed.nbytes < whole.nbytes / 10
-        assert fingerprint(source) == fingerprint(target)
+    publishes_what_changes(trainer, source, target, whole.nbytes)
     trainer.close()
 
 

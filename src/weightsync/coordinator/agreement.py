@@ -11,8 +11,8 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.rank_handle import RoundDeadline, on_all
-from weightsync.coordinator.ranks import PublishingRank, TrainerRank
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, on_all
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
 from weightsync.coordinator.sources import ranks_of
@@ -128,17 +128,18 @@ class PreparingAhead:
         self._spawn(self._let_go(gone))
 
     async def _let_go(self, gone: TrainerRank) -> None:
+        async def one(link: RankHandle[EngineRank]) -> None:
+            link.prepared = None
+            try:
+                await on_all("letting go", RoundDeadline(self._settings.grace), {link.member: link}, LetGo(), Done)
+            except WeightSyncError as error:
+                _log.info("memory of %s, which is gone, may be in use: %s", gone.member, readable(str(error)))
+
         await asyncio.sleep(self._settings.grace)
-        async with self._running:
-            if gone.member in self._members.trainers:
-                return
-            deadline, asked = RoundDeadline(self._settings.grace), []
-            for link in (link for replica in self._members.replicas.values() for link in replica.links.values() if link.prepared):
-                link.prepared = None
-                asked.append(on_all("letting go", deadline, {link.member: link}, LetGo(), Done))
-            for answer in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(answer, WeightSyncError):
-                    _log.info("memory of %s, which is gone, may be in use: %s", gone.member, readable(str(answer)))
+        async with self._running:  # a round ends at its own deadline
+            if gone.member not in self._members.trainers:
+                links = (link for replica in self._members.replicas.values() for link in replica.links.values())
+                await asyncio.gather(*(one(link) for link in links if link.prepared is not None))
 
     async def _prepare(self, replica: Replica, trainers: Trainers) -> None:
         try:

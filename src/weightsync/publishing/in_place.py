@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class InPlacePublisher:
     and dtype) is published where it is now.
 
     With ``deltas`` (see :class:`~weightsync.publishing.listed_changes.ListedChanges`), a copy of the last version is kept on the
-    device, and changes are listed in one more region; :attr:`no_changes` says why not.
+    device, or in host memory, and changes are listed in one more region; :attr:`no_changes` says why not.
     """
 
     def __init__(self, manifest: Manifest, state: State, shards: Sequence[Shard], deltas: bool | int = False) -> None:
@@ -76,10 +77,13 @@ class InPlacePublisher:
         self.no_changes: str | None = None
         self._lists: OwnMemory | None = None
         self._pinned: Pinned | None = None
-        if deltas:
-            self._keep(manifest, deltas)
-        sizes = self.layout.regions if self._lists is None else (*self.layout.regions, self._lists.nbytes)
-        self.region = CudaRegion(sizes, self.layout.digest, self._regions, device.index)
+        with ExitStack() as undo:
+            undo.callback(self._free)
+            if deltas:
+                self._keep(manifest, deltas)
+            sizes = self.layout.regions if self._lists is None else (*self.layout.regions, self._lists.nbytes)
+            self.region = CudaRegion(sizes, self.layout.digest, self._regions, device.index)
+            undo.pop_all()
         self._held = []
 
     def _keep(self, manifest: Manifest, deltas: bool | int) -> None:
@@ -156,6 +160,9 @@ class InPlacePublisher:
     def close(self) -> None:
         """Withdraw, and free what was kept. Safe twice."""
         self.region.close()
+        self._free()
+
+    def _free(self) -> None:
         if self._lists is not None:
             self._lists.free()
         if self._pinned is not None:

@@ -1,4 +1,4 @@
-"""What a trainer quantizes: what it is told, or what the engines hold."""
+"""What a trainer quantizes: what its ``quantize`` says, or what the engines hold in low precision."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import secrets
 import signal
 import threading
@@ -64,10 +65,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM, which is not installed here"))
 
 
+_MARKS_OF_FILE = re.compile(r"^pytestmark = (\[.*?\]|[^\n]+)", re.DOTALL | re.MULTILINE)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only vLLM's tests are wanted, the other files are not imported: that would take longer than one of these tests."""
-    wanted = config.getoption("markexpr").split(" and ")[0] == "vllm" and collection_path.match("test_*.py")
-    return True if wanted and "mark.vllm" not in collection_path.read_text() else None
+    """Files without a wanted test are not imported: in each process that takes longer than many a test."""
+    wanted = config.getoption("markexpr").split(" and ")
+    if not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    without = wanted[0] == "vllm" and "mark.vllm" not in text
+    marks = "".join(_MARKS_OF_FILE.findall(text))
+    return True if without or any(f"mark.{one.removeprefix('not ')}" in marks for one in wanted if one.startswith("not ")) else None
 
 
 def pytest_collection_finish() -> None:

@@ -96,7 +96,7 @@ def campaign(*arguments: str, seconds: float = 170) -> dict[str, int]:
                 "flip/trainer-1",
             ],
         ),
-        ("network", ["cut/solo-0/engine.group"]),
+        pytest.param("network", ["cut/solo-0/engine.group"], marks=pytest.mark.rare),
         pytest.param("relay", ["cut/solo-0/engine.committed", "break/solo-0/engine.group"], marks=pytest.mark.rare),
         pytest.param(
             "tcp",
@@ -118,10 +118,10 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_part_of_the_campaign_of_updates_from_outside() -> None:
-    chosen = ["late", "lazy", "kill/server/rank.load", "stop/server/updates.commit", "kill/trainer/rank.received.receive"]
+    chosen = ["late", "kill/server/rank.load", "kill/trainer/rank.received.receive"]
     only = [text for part in chosen for text in ("--only", part)]
     found = campaign("--transport", DISAGGREGATED, "--soak", "0", *only)
-    assert found["schedules"] == len(LATE) + 3
+    assert found["schedules"] == len([act for act in LATE if "late" in act]) + 2
     assert found["mutants"] == 0
 
 

@@ -25,7 +25,7 @@ SCHEDULES = 200
 STREAM_SCHEDULES = 60
 LORA_SCHEDULES = 50
 PEOPLE_SCHEDULES = 40
-RARE = 30
+RARE = 35
 """How many of all names a few hundred schedules may miss."""
 
 

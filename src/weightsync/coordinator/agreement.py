@@ -12,7 +12,7 @@ from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, on_all
-from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
 from weightsync.coordinator.sources import ranks_of
@@ -119,27 +119,44 @@ class PreparingAhead:
             if task is not None:
                 task.cancel()
 
-    def trainer_left(self, gone: TrainerRank) -> None:
+    def trainer_left(self) -> None:
         """Stop what runs, because a rank that hangs must not delay the next preparation.
 
-        Replicas free the rank's memory, which they have mapped, unless it comes back. Its successor may need the room.
+        Unless the trainer comes back, engine ranks free what they hold for it: its successor may need the room.
         """
         self.stop_all()
-        self._spawn(self._let_go(gone))
+        self._spawn(self._let_go())
 
-    async def _let_go(self, gone: TrainerRank) -> None:
-        async def one(link: RankHandle[EngineRank]) -> None:
-            link.prepared = None
-            try:
-                await on_all("letting go", RoundDeadline(self._settings.grace), {link.member: link}, LetGo(), Done)
-            except WeightSyncError as error:
-                _log.info("memory of %s, which is gone, may be in use: %s", gone.member, readable(str(error)))
+    def replica_joined(self) -> None:
+        """Without a trainer, let it free what it may hold: the last coordinator may have ended together with the trainer."""
+        if not self._members.trainers:
+            self._spawn(self._let_go())
 
+    async def _let_go(self) -> None:
         await asyncio.sleep(self._settings.grace)
         async with self._running:  # a round ends at its own deadline
-            if gone.member not in self._members.trainers:
-                links = (link for replica in self._members.replicas.values() for link in replica.links.values())
-                await asyncio.gather(*(one(link) for link in links if link.prepared is not None))
+            trainers = self._members.trainers_in_order()
+            whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
+            sources = {member: link.rank for member, link in trainers.items()} if whole else {}
+            for replica in self._members.replicas.values():
+                now = key_of(sources, {member: link.rank for member, link in replica.members().items()}) if whole else None
+                # Not only those that are known to be prepared: a rank that failed or reconnected holds as much.
+                links = {member: link for member, link in replica.members().items() if now is None or link.prepared != now}
+                if links and replica.preparing is None:
+                    replica.preparing = self._spawn(self._free(replica, links))
+
+    async def _free(self, replica: Replica, links: Engines) -> None:
+        async def one(member: str, link: RankHandle[EngineRank]) -> None:
+            link.prepared = None
+            try:
+                await on_all("letting go", RoundDeadline(self._settings.grace), {member: link}, LetGo(), Done)
+            except WeightSyncError as error:
+                _log.info("%s may still hold memory of a trainer that is gone: %s", member, readable(str(error)))
+
+        try:
+            await asyncio.gather(*(one(*each) for each in links.items()))
+        finally:
+            self._ended(replica)
 
     async def _prepare(self, replica: Replica, trainers: Trainers) -> None:
         try:
@@ -151,5 +168,9 @@ class PreparingAhead:
         except WeightSyncError as error:
             _log.info("could not prepare %s ahead of its next round: %s", replica.name, readable(str(error)))
         finally:
-            if replica.preparing is asyncio.current_task():
-                replica.preparing = None
+            self._ended(replica)
+
+    @staticmethod
+    def _ended(replica: Replica) -> None:
+        if replica.preparing is asyncio.current_task():
+            replica.preparing = None

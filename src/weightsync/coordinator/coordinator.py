@@ -155,6 +155,7 @@ class Coordinator:
             self._reconcile(replica)
             self._prepare_ahead(replica)
             self.loras.replica_joined(replica)
+            self._preparing.replica_joined()
         self.attendance.changed()
         return replica.refusal or ""
 
@@ -168,7 +169,7 @@ class Coordinator:
             self._rendezvous.left(node.rank.member, reason, clean)
             self.attendance.changed()
             if isinstance(node.rank, TrainerRank):
-                self._preparing.trainer_left(node.rank)
+                self._preparing.trainer_left()
             else:
                 self.loras.replica_left(node.rank.hello.name)
 
@@ -454,8 +455,7 @@ class Coordinator:
             try:
                 return await self._seeding
             except asyncio.CancelledError:
-                me = asyncio.current_task()
-                if me is not None and me.cancelling():
+                if (me := asyncio.current_task()) is not None and me.cancelling():
                     raise
                 raise Aborted("a publication took precedence over seeding") from None
             finally:
@@ -473,7 +473,7 @@ class Coordinator:
     def _seed_wanted(self, names: Iterable[str] = ()) -> None:
         """Start background seeding if a replica needs it and a version can be read. ``names`` need it from now on, too.
 
-        Each request gets one attempt; one that a publication cancelled, or that failed to read from the store, does not count.
+        Each request gets one attempt; one that a publication cancelled, or failed on the store or without a trainer, is repeated.
         """
         self._wanted.update(names)
         if self._wanted and self._seedable() is not None and not self._closed and self._seeder is None:
@@ -488,12 +488,13 @@ class Coordinator:
                     return
                 try:
                     result = await self._seed(names, RoundDeadline(self.settings.timeout))
-                    if failed := [each.name for each in result.replicas if each.error and each.source == STORE]:
-                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, failed)
+                    failed = (each for each in result.replicas if each.error)
+                    if again := [each.name for each in failed if each.source == STORE or not self._members.trainers]:
+                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, again)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
-                    if self._pending_publications:
-                        return  # its end starts this again
+                    if self._pending_publications:  # its end starts this again
+                        return
                 except WeightSyncError as error:
                     _log.warning("could not update %s: %s", ", ".join(names), readable(str(error)))
         finally:
@@ -582,19 +583,16 @@ class Coordinator:
             raise Aborted("the coordinator is closed")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a task that this coordinator keeps until it ends and that :meth:`aclose` cancels.
-
-        Unexpected errors are logged: some tasks have no caller to raise them.
-        """
+        """Start a task that is kept until it ends, and that :meth:`aclose` cancels. Its unexpected errors are logged."""
         task = asyncio.ensure_future(work)
-        name = getattr(work, "__qualname__", repr(work))
+        self._tasks.add(task)
+        if self._closed:
+            task.cancel()
 
         def ended(done: asyncio.Task[Any]) -> None:
             self._tasks.discard(done)
-            error = None if done.cancelled() else done.exception()
-            if error is not None and not isinstance(error, WeightSyncError):
-                _log.error("%s ended by an unexpected error", name, exc_info=error)
+            if not done.cancelled() and not isinstance(error := done.exception(), WeightSyncError | None):
+                _log.error("%s ended by an unexpected error", getattr(work, "__qualname__", repr(work)), exc_info=error)
 
-        self._tasks.add(task)
         task.add_done_callback(ended)
         return task

@@ -113,7 +113,7 @@ class EngineRole(SessionFront):
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
             Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
-            Revert: self._revert, Update: self._update, LetGo: lambda body, deadline: self._drop_filler(),
+            Revert: self._revert, Update: self._update, LetGo: self._free,
         }  # fmt: skip
         self._at_once[EndCall] = lambda body, ticket, deadline: self.session.call_ended(body.call, body.reason, body.refuse)
         self.transports = transports_for(transports, encrypted)
@@ -240,6 +240,11 @@ class EngineRole(SessionFront):
         filler, self._filler = self._filler, None
         if filler is not None:
             filler.close()
+
+    def _free(self, _: LetGo, deadline: Deadline) -> None:
+        self._drop_filler()
+        self._staged = None
+        self.loras.let_go(deadline)
 
     def _plan_filler(self, what: str) -> PlanFiller:
         if not isinstance(self._filler, PlanFiller):

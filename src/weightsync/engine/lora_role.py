@@ -228,6 +228,12 @@ class LoraRole(SessionFront):
         """Abort what runs and free the staging memory. The engine keeps the versions that it serves."""
         self.session.close(timeout, self._release)
 
+    def let_go(self, deadline: Deadline) -> None:
+        """Disconnect from the memory of the last version, unless another one is about to be read."""
+        with self.session.turn(self.session.receive("LetGo"), deadline):
+            if self._prepared is None:
+                self._release()
+
     def _release(self) -> None:
         staging, self._staging = self._staging, None
         if staging is not None:

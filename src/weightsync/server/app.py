@@ -40,7 +40,7 @@ from weightsync.server.openapi import Operation, Revocation, RoundRequest, decod
 from weightsync.server.otel import OtelExport
 from weightsync.server.problems import problem, problem_of
 from weightsync.server.routers import Routers
-from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served
+from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served, while_connected
 from weightsync.server.snapshots import Snapshot
 
 _HOLDER = "weightsync.holder"
@@ -210,7 +210,8 @@ class Service:
         return _answer(self._state.get())
 
     async def _served(self, request: Request) -> Response:
-        replica = await self._coordinator.attendance.whole(_number(request, "timeout", 1, MOST_SECONDS))
+        whole = self._coordinator.attendance.whole(_number(request, "timeout", 1, MOST_SECONDS))
+        replica = await while_connected(request, whole)
         return _answer(encode_served(replica.name, replica.manifest))
 
     async def _openapi(self, request: Request) -> Response:
@@ -378,7 +379,7 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:20]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and 0 < int(text) <= most):
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"{name} is a number from 1 to {most}")
     return int(text)
 

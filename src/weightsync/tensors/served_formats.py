@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -50,8 +51,8 @@ def choose_formats(quantize: Quantize) -> ChooseFormats:
         path = Path(quantize, "config.json")
         try:
             config = json.loads(path.read_bytes())
-            chosen = (config["text_config"] | config if "text_config" in config else config)["quantization_config"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            chosen = ((config.get("text_config") or {}) | config)["quantization_config"]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"quantize={str(quantize)!r} is neither 'as-served' nor the folder of a quantized checkpoint: {path} holds no "
                 f"quantization_config ({type(error).__name__}: {error}). Formats go with patterns: {{'*_proj.weight': 'fp8-block'}}"
@@ -107,8 +108,13 @@ def _fp8_rules(config: Mapping[str, Any]) -> list[_Rule]:
     _require("quantization_config", "fmt", config.get("fmt"), "e4m3", None)
     _require("quantization_config", "expert_dtype", config.get("expert_dtype"), "fp8", None)
     _require("quantization_config", "modules_to_convert", config.get("modules_to_convert") or None, None)
-    kept = [*(config.get("modules_to_not_convert") or config.get("ignored_layers") or []), "lm_head"]
-    return [(_matching(kept, around=True), None), (_matching([_LINEAR]), "fp8-block" if scales == "float" else "fp8-block-e8m0")]
+    kept = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
+    _require("quantization_config", "ignored_layers", config.get("ignored_layers") or kept, kept)  # the other name of the same
+    return [
+        (_matching(kept, around=True), None),
+        (_matching(["lm_head"], around=True), None),
+        (_matching([_LINEAR]), "fp8-block" if scales == "float" else "fp8-block-e8m0"),
+    ]
 
 
 def _compressed_rules(config: Mapping[str, Any]) -> list[_Rule]:
@@ -159,6 +165,8 @@ def _matching(targets: Collection[str], *, around: bool = False) -> Callable[[st
 
     ``around`` takes in the modules within those of a name, and names that lack their beginning.
     """
+    if not isinstance(targets, list | tuple):
+        raise TypeError(f"a list of modules is wanted, not {targets!r}")
     names = {target for target in targets if not target.startswith("re:")}
     patterns = [re.compile(target.removeprefix("re:")) for target in targets if target.startswith("re:")]
 
@@ -185,6 +193,9 @@ def formats_as_served(manifest: Manifest, replica: str, served: Iterable[TensorS
         ConfigurationError: The engine holds a matrix in no known format. The message lists its tensors.
     """
     held = {name: (spec.shape, spec.dtype) for spec in served for name in spec.names}
+    beside = defaultdict[str, list[str]](list)
+    for name, (shape, dtype) in held.items():
+        beside[name.rpartition(".")[0]].append(f"{name} ({dtype} {list(shape)})")
     formats = dict[str, Format]()
     for spec in manifest:
         if held.get(spec.name) == (spec.shape, spec.dtype):
@@ -192,14 +203,11 @@ def formats_as_served(manifest: Manifest, replica: str, served: Iterable[TensorS
         chosen = next((each for each in FORMATS.values() if _is_held(spec, each, held)), None)
         if chosen is not None:
             formats[spec.name] = chosen
-        elif spec.name.endswith(_WEIGHT):
-            stem = spec.name.removesuffix("weight")
-            others = [f"{name} ({dtype} {list(shape)})" for name, (shape, dtype) in held.items() if name.startswith(stem)]
-            if others:
-                raise ConfigurationError(
-                    f"replica {replica} holds {spec.name} ({spec.dtype} {list(spec.shape)}) in no format that a trainer can write: "
-                    f"{few(others)}. Formats: {', '.join(FORMATS)}"
-                )
+        elif spec.name.endswith(_WEIGHT) and (others := beside[spec.name.removesuffix(_WEIGHT)]):
+            raise ConfigurationError(
+                f"replica {replica} holds {spec.name} ({spec.dtype} {list(spec.shape)}) in no format that a trainer can write: "
+                f"{few(others)}. Formats: {', '.join(FORMATS)}"
+            )
     names = ", ".join(sorted({each.name for each in formats.values()})) or "no quantized ones"
     _log.info("%d of %d tensors are published quantized, because replica %s holds %s", len(formats), len(manifest), replica, names)
     return formats

@@ -21,6 +21,7 @@ from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import LayoutError, RoundFailed
 from weightsync.server.server import BackgroundServer
+from weightsync.trainer.adapters import Adapters
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 
@@ -118,6 +119,29 @@ def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes
             assert regions() == before
         with adapter.in_use(10.0) as version:
             assert version is not None
+
+
+def test_memory_of_adapters_is_let_go_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def regions() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:weightsync")
+
+    quick = partial(msgspec.structs.replace, grace=0.2)
+    monkeypatch.setattr("weightsync.server.server.control_settings", lambda settings: quick(control_settings(settings)))
+    pair = {"0.lora_A.weight": torch.randn(4, 64), "0.lora_B.weight": torch.randn(64, 4)}
+    slots = ModuleAdapter(nn.Sequential(nn.Linear(64, 64)), adapter_slots=4, max_lora_rank=16)
+    with BackgroundServer(ServerSettings.load({}, port=0)) as server:
+        before = regions()
+        with Engine(slots, "e0", server.url, token=server.token, transports=["shared_memory"]) as engine:
+            policy = nn.Sequential(nn.Linear(64, 64))
+            with Trainer(policy, server.url, token=server.token, transports=["shared_memory"]) as trainer:
+                trainer.publish(1, timeout=30)
+                with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
+                    adapters.publish("org/tenant", timeout=20)
+            deadline = time.monotonic() + 10
+            while regions() > before and time.monotonic() < deadline:
+                threading.Event().wait(0.05)
+            assert regions() == before
+            assert engine.serving is not None
 
 
 @pytest.mark.parametrize("stream", [False, True])

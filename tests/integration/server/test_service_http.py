@@ -19,6 +19,7 @@ from tests.integration.server.service_support import MANIFEST, engine_hello, joi
 
 from weightsync.config import Address, ClientSettings, Limits, Secret, ServerSettings
 from weightsync.coordinator.events import Event, Left, ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.coordinator.replicas import Replica
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -188,7 +189,7 @@ def test_unknown_routes_and_methods_are_problems(http: httpx.Client) -> None:
 
 
 def test_what_is_served_is_waited_for(server: BackgroundServer, settings: ClientSettings, http: httpx.Client) -> None:
-    for query in ("timeout=0", "timeout=x", "timeout=86401", "other=1"):
+    for query in ("timeout=0", "timeout=x", "timeout=86401", "other=1", f"timeout={'0' * 19}1{'0' * 400}"):
         assert http.get(f"{SERVED_PATH}?{query}").status_code == 400
     late = http.get(f"{SERVED_PATH}?timeout=1")
     assert (late.status_code, late.json()["kind"]) == (504, "DeadlineExceeded")
@@ -196,6 +197,26 @@ def test_what_is_served_is_waited_for(server: BackgroundServer, settings: Client
         waiting = pool.submit(client.served, 20)
         with joined(settings, engine_hello("a")):
             assert waiting.result(20) == Served("a", MANIFEST.tensors)
+
+
+def test_a_wait_for_what_is_served_ends_with_its_client(server: BackgroundServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    waits = server.coordinator.attendance
+    before, ended = waits.whole, threading.Semaphore(0)
+
+    async def whole(timeout: float) -> Replica:
+        try:
+            return await before(timeout)
+        finally:
+            ended.release()
+
+    waits.whole = whole  # type: ignore[method-assign]
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as client:
+            head = f"GET {SERVED_PATH}?timeout=86400 HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.token}\r\n\r\n"
+            client.sendall(head.encode())
+            time.sleep(0.02)
+    assert all(ended.acquire(timeout=10) for _ in range(20))
 
 
 def test_a_wait_for_what_is_served_ends_with_the_coordinator(settings: ClientSettings, server: BackgroundServer) -> None:

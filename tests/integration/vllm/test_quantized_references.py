@@ -51,6 +51,7 @@ def assert_same(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]
 
 
 @pytest.mark.vllm
+@pytest.mark.rare  # because of what it imports
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("power", [False, True])
 def test_deep_gemm(dtype: torch.dtype, power: bool) -> None:

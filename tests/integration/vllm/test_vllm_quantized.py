@@ -35,6 +35,7 @@ def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path,
     assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": matrices}
 
 
+@pytest.mark.rare
 def test_a_kernel_that_keeps_other_scales_is_refused_by_name(tmp_path: Path) -> None:
     found = outcome(tmp_path, "changed")
     assert "weight_scale_inv" in found["reason"]

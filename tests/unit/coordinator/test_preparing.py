@@ -6,12 +6,14 @@ import asyncio
 import gc
 
 import pytest
+from tests.unit.coordinator.contents import MANIFEST
 from tests.unit.coordinator.fakes import World
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator.planner import PlanMemory, Planner
 from weightsync.errors import ConfigurationError, PeerLost
+from weightsync.model import Manifest
 
 
 def world_of(*replicas: str) -> World:
@@ -189,3 +191,99 @@ async def test_a_rank_that_does_not_let_go_costs_its_replica_nothing() -> None:
     world.add_trainers(1)
     assert (await world.publish(2, 5.0)).ok
     world.check()
+
+
+async def end_trainer(world: World) -> None:
+    for trainer in list(world.trainers.values()):
+        trainer.disconnect()
+    world.trainers.clear()
+    await asyncio.sleep(0.3)
+
+
+@virtual
+async def test_replicas_that_are_not_known_to_be_prepared_let_go_too() -> None:
+    """One whose last round failed, and one that reconnected, hold as much as the others."""
+    world = world_of("a", "b", "c")
+    world.faults["a/0", "move"] = "fail"
+    assert [replica.name for replica in (await world.publish(1, 5.0)).replicas if replica.error] == ["a"]
+    world.engines["b/0"].disconnect()
+    await asyncio.sleep(0.1)
+    world.engines["b/0"].connect()
+    await asyncio.sleep(3.0)
+    await end_trainer(world)
+    await asyncio.sleep(2.0)
+    assert sorted(asked_to_let_go(world)) == ["a/0", "b/0", "c/0"]
+
+
+@virtual
+async def test_a_replica_that_joins_where_no_trainer_is_lets_go() -> None:
+    """Its coordinator may be new: the last one was in the process of the trainer."""
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
+    world.add_replica("a")
+    await asyncio.sleep(2.0)
+    assert asked_to_let_go(world) == ["a/0"]
+    world.add_trainers(1)
+    assert (await world.publish(1, 5.0)).ok
+    world.check()
+
+
+@virtual
+async def test_what_a_successor_prepared_within_the_grace_stays() -> None:
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
+    world.add_trainers(2)
+    world.add_replica("a")
+    assert (await world.publish(1, 5.0)).ok
+    await end_trainer(world)
+    world.add_trainers(1)
+    assert (await world.publish(2, 5.0)).ok
+    await asyncio.sleep(5.0)
+    assert not asked_to_let_go(world)
+
+
+@virtual
+async def test_a_successor_that_a_replica_does_not_match_leaves_it_nothing_to_hold() -> None:
+    world = world_of("a")
+    assert (await world.publish(1, 5.0)).ok
+    await end_trainer(world)
+    world.add_trainers(1, Manifest(list(MANIFEST)[:-1]))
+    await asyncio.sleep(5.0)
+    assert asked_to_let_go(world) == ["a/0"]
+
+
+@virtual
+async def test_a_rank_that_hangs_as_it_lets_go_holds_up_no_round_of_the_others() -> None:
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0, require="any"))
+    world.add_trainers(1)
+    for name in ("a", "b"):
+        world.add_replica(name)
+    assert (await world.publish(1, 5.0)).ok
+    world.delays["a/0", "let_go"] = 250.0
+    await end_trainer(world)
+    await asyncio.sleep(0.75)
+    world.add_trainers(1)
+    assert not world.coordinator.status().busy
+    result = await world.publish(2, 0.8)
+    assert not {replica.name: replica.error for replica in result.replicas}["b"]
+
+
+@virtual
+async def test_a_coordinator_that_is_closed_asks_nobody_to_let_go() -> None:
+    world = world_of("a")
+    assert (await world.publish(1, 5.0)).ok
+    await world.coordinator.aclose()
+    await end_trainer(world)
+    assert not world.coordinator._tasks
+
+
+@virtual
+async def test_a_replica_that_could_not_read_from_another_tries_again_while_no_trainer_is_there() -> None:
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
+    world.serving = ("a",)
+    world.add_trainers(1)
+    world.add_replica("a")
+    assert (await world.publish(1, 5.0)).ok
+    await end_trainer(world)
+    world.faults["b/0", "move"] = "fail"
+    world.add_replica("b")
+    await asyncio.sleep(100.0)
+    assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1)}

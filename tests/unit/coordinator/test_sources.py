@@ -213,7 +213,7 @@ async def test_after_a_restart_replicas_feed_each_other_when_a_trainer_rank_repo
     world.add_replica("new")
     await world.drain()
     assert world.states() == {"a": ("loaded", 1), "b": ("loaded", 1), "new": ("registered", None)}
-    assert not world.log, "nobody is asked anything on a replica's word"
+    assert not [phase for _, _, phase in world.log if phase != "let_go"], "nobody is asked anything on a replica's word"
     for trainer in trainers:
         trainer.connect()
     await world.drain()

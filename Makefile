@@ -221,8 +221,8 @@ PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" $(COVERAGE) $(AR
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
-# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. The types are checked
-# while the tests run, which leave a part of two cores idle.
+# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. Types and
+# dependencies are checked while the tests run, which leave a part of two cores idle.
 test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name" narrows the tests, COVERAGE=--cov counts lines
 	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
 	log=$$(mktemp); types=$$(mktemp); installing=; checking=; status=0; \
@@ -235,8 +235,8 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 	trap stop EXIT; \
 	install() { set -m; nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 & installing=$$!; set +m; }; \
 	$(if $(ARGS),,install;) \
-	$(MAKE) lint audit; \
-	set -m; nice -n 5 $(MAKE) types >"$$types" 2>&1 & checking=$$!; set +m; \
+	$(MAKE) lint; \
+	set -m; nice -n 5 $(MAKE) audit types >"$$types" 2>&1 & checking=$$!; set +m; \
 	$(PYTEST_HERE) || status=$$?; \
 	wait $$checking || { cat "$$types" >&2; exit 1; }; \
 	checking=; \

@@ -9,6 +9,7 @@ import pytest
 from tests.faults.people import Oracle, run_people
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(180)
 def test_every_label_means_one_step_whatever_programs_do(seed: int) -> None:
     oracle = run_people(seed, steps=6)

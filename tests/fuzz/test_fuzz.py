@@ -22,7 +22,7 @@ from tests.fuzz.targets import TARGETS
 
 from weightsync.errors import WeightSyncError
 
-SECONDS = int(os.environ.get("WEIGHTSYNC_FUZZ_SECONDS", "6"))
+SECONDS = int(os.environ.get("WEIGHTSYNC_FUZZ_SECONDS", "4"))
 STRANGERS = {
     "reader-greeting",
     "owner-greeting",

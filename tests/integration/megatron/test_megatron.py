@@ -44,11 +44,11 @@ RARE = [
 ]
 BRIDGED = [
     Case("glm4_moe", tp=2, versions=2, stacked=False, bridge="megatron_bridge", exported=True),
-    Case("deepseek_v3", tp=2, ep=2, stacked=False, bridge="megatron_bridge"),
     Case("mixtral", tp=2, ep=2, etp=1, stacked=False, changes={"head_dim": 8}, bridge="mbridge"),
     Case("llama", tp=2, bridge="function"),
 ]
 BRIDGED_RARE = [
+    Case("deepseek_v3", tp=2, ep=2, stacked=False, bridge="megatron_bridge"),
     Case("llama", tp=4, changes={"num_key_value_heads": 2}, bridge="megatron_bridge"),
     Case("qwen2", tp=2, pp=2, changes=TIED, bridge="megatron_bridge"),
     Case("qwen3_moe", tp=2, ep=2, etp=2, pp=2, stacked=False, changes={"mlp_only_layers": []}, bridge="megatron_bridge"),

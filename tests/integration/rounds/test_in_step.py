@@ -70,6 +70,7 @@ def test_ranks_enter_together_and_no_pass_mixes_two_versions(server: BackgroundS
             assert (said["wrong"], said["error"]) == ([], "")
 
 
+@pytest.mark.rare
 def test_a_vote_that_ran_into_its_timeout_is_waited_for_by_the_next_call(tmp_path: Path) -> None:
     """Until its result is known a pause waits, because the other rank may have it, and be inside."""
     with ExitStack() as owned:

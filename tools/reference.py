@@ -119,7 +119,7 @@ def _seconds(value: float) -> str:
 
 
 def _published() -> str:
-    rows = ["| row | update | scheme | floor, s | forecast, s | published, s | error | |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| row | update | scheme | floor, s | forecast, s | published, s | error | use |", "|---|---|---|---|---|---|---|---|"]
     for one in predictions():
         row, (low, high) = one.row, one.row.seconds
         published = _seconds(low) if low == high else f"{_seconds(low)} to {_seconds(high)}"
@@ -221,7 +221,8 @@ def _commands() -> str:
 def _with_commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
     for below, each in getattr(command, "commands", {}).items():
-        yield from _with_commands(f"{name} {below}", each)
+        if not each.hidden:
+            yield from _with_commands(f"{name} {below}", each)
 
 
 def _errors() -> str:

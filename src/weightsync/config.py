@@ -197,7 +197,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The token, here and on every agent. A coordinator on loopback generates one if it is given none, and clients of the same user
     on the same machine find it."""
     operator_token: Secret | None = None
-    """The operator's token, which ``weightsync revoke`` and ``weightsync round`` need. No worker may have it. A
+    """The operator's token, which ``weightsync revoke`` and ``weightsync update`` need. No worker may have it. A
     coordinator on loopback generates one if it is given none, and the same user's commands find it. Beyond loopback these commands
     are refused without it."""
     metrics_token: Secret | None = None

@@ -104,7 +104,7 @@ def root(
     **In a run**
 
     `weightsync serve` runs the coordinator to which trainers and engines connect. `weightsync status --watch` shows which version
-    each replica serves. `weightsync round` updates replicas that fell behind. `weightsync rounds` lists past rounds, and
+    each replica serves. `weightsync update` updates replicas that fell behind. `weightsync rounds` lists past rounds, and
     `weightsync trace` shows where the time of one went.
     """
 
@@ -257,8 +257,9 @@ def replicas(
         wait_until_served(settings, wait, count, timeout, as_json=json)
 
 
-@app.command("round", cls=Command)
-def run_round(
+@app.command("round", cls=Command, hidden=True)  # the earlier name, one letter from `rounds`
+@app.command(cls=Command)
+def update(
     replica: Annotated[
         list[str] | None, typer.Argument(help="Names of the replicas; by default every replica that is not up to date.")
     ] = None,
@@ -273,8 +274,8 @@ def run_round(
     """Update replicas to the version that is published now, after a failure or a late join.
 
     ```
-    weightsync round
-    weightsync round replica-1 --timeout 60
+    weightsync update
+    weightsync update replica-1 --timeout 60
     ```
 
     This needs the operator's token, which no worker has. The exit status is 0 only if the round succeeded.
@@ -361,7 +362,7 @@ def token(
     r"""Show a coordinator's tokens, their sources, and a link that opens the status page.
 
     Anyone with the first token can replace the weights that your engines serve. Do not share it or the link. `operator` is for
-    `weightsync round` and `weightsync revoke`: give it to no worker. `metrics` admits to `/metrics` only.
+    `weightsync update` and `weightsync revoke`: give it to no worker. `metrics` admits to `/metrics` only.
 
     ```
     weightsync token

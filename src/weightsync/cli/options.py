@@ -58,7 +58,7 @@ ServedTokenFile = Annotated[
 ServedOperatorTokenFile = Annotated[
     Path | None,
     _token_file(
-        *_OF_OPERATOR, "`weightsync round` and `weightsync revoke` need it. Without it, a coordinator on loopback generates one; "
+        *_OF_OPERATOR, "`weightsync update` and `weightsync revoke` need it. Without it, a coordinator on loopback generates one; "
         "beyond loopback both commands are refused.",
     ),
 ]  # fmt: skip

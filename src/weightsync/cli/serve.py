@@ -53,7 +53,7 @@ def _hints(settings: ServerSettings, address: Address, secrets: Secrets, run: st
     if settings.token is None:
         yield "token", f"{token_path(address.port)} (your processes find it)"
     if secrets.operator is None:
-        yield "operators", "refused: set WEIGHTSYNC_OPERATOR_TOKEN for `weightsync revoke` and `weightsync round`"
+        yield "operators", "refused: set WEIGHTSYNC_OPERATOR_TOKEN for `weightsync revoke` and `weightsync update`"
     if not settings.run:
         yield "to restart", f"use --run {run} so that replicas keep their versions"
 

@@ -1,4 +1,4 @@
-"""``weightsync status``, ``start_round`` and ``revoke``: queries and requests to a coordinator."""
+"""``weightsync status``, ``update`` and ``revoke``: queries and requests to a coordinator."""
 
 from __future__ import annotations
 

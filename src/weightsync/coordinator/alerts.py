@@ -11,7 +11,7 @@ from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus
 
 _GONE = "disappeared (stopped without close(), killed, crashed, hung or network cut)"
 _RESTART = "Restart it. It catches up by itself."
-_PUBLISH = "The next publication updates it. To update it now: weightsync round"
+_PUBLISH = "The next publication updates it. To update it now: weightsync update"
 _FIXES = {
     "DeadlineExceeded": "Look at the process that is named, and at its log.",
     "PeerLost": "Restart the process that is named. Its own log says why it ended.",

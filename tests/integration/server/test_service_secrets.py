@@ -124,12 +124,12 @@ def test_errors_about_tokens_do_not_hold_them(server: BackgroundServer, monkeypa
     assert "show me" not in "".join(traceback.format_exception(refused.value))
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "round", "push"])
+@pytest.mark.parametrize("command", ["serve", "status", "update", "push"])
 def test_a_token_on_the_command_line_is_refused_and_not_repeated(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--token", "do-not-show-me"])
     assert done.exit_code == 2
     assert "do-not-show-me" not in done.output
-    assert command == "round" or "--token-file" in done.output  # the nearest option; a round takes the operator's
+    assert command == "update" or "--token-file" in done.output  # the nearest option; an update takes the operator's
     done = CliRunner().invoke(app, [command, "--token=do-not-show-me"])
     assert done.exit_code == 2
     assert "do-not-show-me" not in done.output

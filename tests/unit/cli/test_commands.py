@@ -32,7 +32,7 @@ from weightsync.protocol.tokens import Secrets
 from weightsync.releases import releases_tested
 from weightsync.server.server import BackgroundServer
 
-COMMANDS = ["serve", "status", "replicas", "round", "revoke", "token", "doctor", "bench", "plan", "push"]
+COMMANDS = ["serve", "status", "replicas", "update", "revoke", "token", "doctor", "bench", "plan", "push"]
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_help_cuts_no_word_of_an_option(command: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "arguments", [("serve", "--port", "65536"), ("serve", "--max-unavailable", "0"), ("round", "--timeout", "-1")]
+    "arguments", [("serve", "--port", "65536"), ("serve", "--max-unavailable", "0"), ("update", "--timeout", "-1")]
 )
 def test_numbers_out_of_range_are_refused(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
@@ -209,7 +209,7 @@ def test_exit_codes(error: Exception, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_status_and_round_for_people_and_programs(server: BackgroundServer) -> None:
+def test_status_and_update_for_people_and_programs(server: BackgroundServer) -> None:
     settings, where = ClientSettings(coordinator=server.address), ("--coordinator", server.url)
     assert "no replica has joined yet" in run("status", *where).output
     with joined(settings, engine_hello("mine-0")), joined(settings, trainer_hello()) as trainer:
@@ -220,13 +220,20 @@ def test_status_and_round_for_people_and_programs(server: BackgroundServer) -> N
         assert re.search(r"mine-0\W+serving\W+3\b", shown.output)
         found = json.loads(run("status", "--json", *where).output)
         assert found["replicas"][0]["version"] == found["last"] == 3
-        done = run("round", "mine-0", *where)
+        done = run("update", "mine-0", *where)
         assert done.exit_code == 0, done.output
         assert re.search(r"mine-0\W+serving", done.output)
-        assert json.loads(run("round", "mine-0", "--json", "--timeout", "10", *where).output)["ok"] is True
-        nobody = run("round", "nobody", *where)
+        assert json.loads(run("update", "mine-0", "--json", "--timeout", "10", *where).output)["ok"] is True
+        nobody = run("update", "nobody", *where)
         assert nobody.exit_code == EXIT_FAILED
         assert nobody.stderr.startswith("error: no replica is called 'nobody'; replicas are: mine-0")
+        assert json.loads(run("round", "mine-0", "--json", *where).output)["ok"] is True
+
+
+def test_the_earlier_name_of_update_is_hidden_and_takes_the_same_options() -> None:
+    assert not re.search(r"^\W*round\b", run("--help").output, re.MULTILINE)
+    update, earlier = (typer.main.get_command(app).commands[name] for name in ("update", "round"))  # type: ignore[attr-defined]
+    assert [parameter.opts for parameter in update.params] == [parameter.opts for parameter in earlier.params]
 
 
 def test_watching_shows_every_change_until_the_coordinator_ends(server: BackgroundServer) -> None:

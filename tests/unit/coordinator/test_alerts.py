@@ -57,7 +57,7 @@ def test_a_replica_out_of_service_says_what_failed_and_what_to_do() -> None:
     (known,) = alerts_of([replica("dirty", "move: LoadError: shape")], [], PastRounds(1, 1))
     assert (known.kind, known.error, known.fix) == ("out_of_service", "LoadError", "The engine's log has the traceback.")
     (unknown,) = alerts_of([replica("dirty", "its ranks report different versions")], [], PastRounds(1, 1))
-    assert "weightsync round" in unknown.fix
+    assert "weightsync update" in unknown.fix
 
 
 def test_a_slow_replica_is_a_warning_after_the_errors_and_a_healthy_run_has_no_alert() -> None:

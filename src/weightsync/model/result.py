@@ -64,6 +64,8 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     service: str = ""
     base: int | None = None
     """Number of the version whose changed words alone crossed; ``None`` if all bytes did."""
+    since: int | None = None
+    """Earlier round since which each result that this trainer got had the same ``error`` for this replica."""
 
     @property
     def guarantee(self) -> str:
@@ -72,7 +74,10 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of one attempt to bring replicas to a version. ``str()`` gives a summary of three lines."""
+    """Result of one attempt to bring replicas to a version.
+
+    ``str()`` gives a summary of three lines. It has the error of a replica only if the result before had another one.
+    """
 
     round: int
     version: Version
@@ -132,15 +137,13 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def __str__(self) -> str:
-        updated, missed = self.updated, self.missed
+        updated = self.updated
         verified = [
             f"{few(names, _SHOWN)} ({kind}: {meaning})"
             for kind, meaning in GUARANTEES.items()
             if (names := [replica.name for replica in updated if replica.verified == kind])
         ]
-        failed = few(
-            (f"{replica.name} ({in_words(replica.state)}: {_one_line(replica.error)})" for replica in missed), _SHOWN, "; "
-        )
+        failed = few(map(_failure, self.missed), _SHOWN, "; ")
         changed = "" if self.changed is None else f" ({100 * self.changed:.3g} % of the words changed)"
         rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(
@@ -158,7 +161,8 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / _MEGABYTE:,.1f} MB" if nbytes >= _MEGABYTE else f"{nbytes:,} bytes"
 
 
-def _one_line(text: str | None) -> str:
-    lines = [" ".join(line.split()) for line in (text or "").splitlines()]
-    line = "; ".join(filter(None, lines)).replace(":; ", ": ")
-    return line if len(line) <= _LINE else line[: _LINE - 3] + "..."
+def _failure(replica: ReplicaResult) -> str:
+    lines = [" ".join(line.split()) for line in (replica.error or "").splitlines()]
+    error = "; ".join(filter(None, lines)).replace(":; ", ": ")
+    reason = f": {error if len(error) <= _LINE else error[: _LINE - 3] + '...'}"
+    return f"{replica.name} ({in_words(replica.state)}{reason if replica.since is None else f' since round {replica.since}'})"

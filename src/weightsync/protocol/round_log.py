@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from weightsync.errors import LoadError, WeightSyncError, few
 from weightsync.model import Version, in_words
 from weightsync.protocol.messages import (
@@ -92,8 +94,6 @@ class LoggedCalls:
                 _log.warning(
                     "%s: the installed bytes of %s do not match its digest; the engine stays paused", self._member, body.version
                 )
-            case _:
-                pass
 
     def _loaded(self, version: Version, moved: Moved) -> None:
         _log.info(
@@ -132,14 +132,20 @@ class MissedReplicas:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._states: dict[str, str] = {}
+        self._first: dict[tuple[str, str | None], int] = {}  # replica and error: the round that had it first
 
-    def warn(self, result: RoundResult) -> None:
-        """Log the errors of the replicas that ``result`` lists with one."""
+    def warn(self, result: RoundResult) -> RoundResult:
+        """Log the errors of the replicas that ``result`` lists with one. Return it with ``since`` for those that recur."""
         states = {replica.name: replica.state for replica in result.missed}
         if states and states != self._states:
             listed = "; ".join(f"{replica.name} ({in_words(replica.state)}): {replica.error}" for replica in result.missed)
             self._log.warning("version %s did not reach %s", result.version, listed)
         self._states = states
+        earlier = {failure: number for failure, number in self._first.items() if number < result.round}
+        replicas = [structs.replace(replica, since=earlier.get((replica.name, replica.error))) for replica in result.replicas]
+        failed = (replica for replica in replicas if replica.error)
+        self._first = {(replica.name, replica.error): replica.since or result.round for replica in failed}
+        return structs.replace(result, replicas=tuple(replicas))
 
 
 def _of_engine(error: Exception) -> BaseException | None:

@@ -547,7 +547,7 @@ class Trainer(Closeable):
         self._last = max(self._last, self._published)
         if self.rank == 0:
             log_result("trainer/0", result)
-        self._missed.warn(result)
+        result = self._missed.warn(result)
         self._storing.published(result)
         if not result.ok:
             raise RoundFailed(f"version {result.version} did not reach the replicas that are required: {result.error}")

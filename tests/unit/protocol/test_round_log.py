@@ -17,6 +17,8 @@ import weightsync
 from weightsync.cli.options import JsonFormatter, Level, configure_logs
 from weightsync.config import Secret, ServerSettings
 from weightsync.errors import RoundFailed
+from weightsync.model.result import ReplicaResult, RoundResult
+from weightsync.protocol.round_log import MissedReplicas
 from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -115,6 +117,29 @@ def test_a_failure_is_in_the_engines_log_and_in_the_trainers(lines: Lines, serve
     assert lines.find(r"WARNING mine-0/0: updating failed: .*no room.*")
     assert lines.find(r"WARNING trainer/0: round 1: version run@1 serves in 0 of 1 replicas .*")
     assert lines.find(r"WARNING version run@1 did not reach mine-0 \(out of service\): .*no room.*")
+
+
+def test_a_result_prints_an_error_that_recurs_only_once(server: BackgroundServer) -> None:
+    even, odd = (weightsync.ModuleAdapter(torch.nn.Linear(8, rows)) for rows in (4, 5))
+    joined = weightsync.Engine(odd, replica="odd", coordinator=server.url, token=server.token, transports=["inproc"])  # first
+    with joined, trainer(server) as publisher, engine(publisher, even, "mine-0"):
+        results = [publisher.publish(number, timeout=SECONDS) for number in (2, 3, 4)]
+    printed = [str(result).splitlines()[-1] for result in results]
+    assert printed[0].startswith("  not updated: odd (refused: ManifestMismatch: ")
+    assert printed[1:] == ["  not updated: odd (refused since round 1)"] * 2
+    errors = [result.missed[0].error for result in results]
+    assert errors[0] and len(set(errors)) == 1, "programs get the whole error each time"
+
+
+def test_an_error_is_printed_again_if_it_changes_or_comes_back() -> None:
+    def after(number: int, error: str | None) -> RoundResult:
+        replica = ReplicaResult("odd", "dirty" if error else "loaded", None, None, 0, "", (), "", {}, 0.0, error)
+        version = weightsync.Version("run", number, "f", "d")
+        return missed.warn(RoundResult(number, version, True, 0, 0.1, {}, (replica,)))
+
+    missed = MissedReplicas(logging.getLogger(__name__))
+    rounds = [(1, "a"), (2, "a"), (4, "b"), (5, "b"), (6, None), (7, "b"), (8, "b"), (1, "b"), (2, "b")]  # a coordinator restarted
+    assert [after(*each).replicas[0].since for each in rounds] == [None, 1, None, 4, None, None, 7, None, 1]
 
 
 def test_ranks_of_a_larger_replica_log_their_versions_too(lines: Lines, server: BackgroundServer) -> None:

@@ -133,6 +133,18 @@ def test_code_in_docs_is_not_cut_at_the_width_of_a_page() -> None:
     assert not wide, "\n".join(wide)
 
 
+def test_tables_have_heads() -> None:
+    """A column without a head says nothing to a screen reader."""
+    heads = re.compile(r"^(\|.*\|)\n\|(?:-+\|)+$", re.MULTILINE)
+    found = [
+        f"{where(page)}: {match[1]}"
+        for page in PAGES
+        for match in heads.finditer(page.read_text())
+        if not all(cell.strip() for cell in match[1].strip("|").split("|"))
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_changelog_is_short() -> None:
     releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
     lines = {release.split("\n")[0]: [line for line in release.split("\n")[1:] if line and line[0] != "#"] for release in releases}

@@ -140,7 +140,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput"):
         lines = config.stash.get(_strays, [])  # this process's own children are pytest-xdist's workers, which look at their own
     else:
-        strays = children(os.getpid())
+        until, pause = time.monotonic() + _GRACE, threading.Event()
+        while (strays := children(os.getpid())) and time.monotonic() < until:
+            pause.wait(0.1)  # an engine core ends some time after its server
         for pid in strays:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -303,8 +303,10 @@ class ModuleProcess(EngineProcess):
         self.refresh()
 
     def _mend(self) -> None:
-        """Its program takes the parameters apart again; their values stay broken until the next version comes."""
-        if self.alive:
+        """Its program takes the parameters apart again, not while an update writes them; the values stay broken until the next."""
+        if self.alive and self.role.session.state in ("writing", "written", "committed"):
+            self.world.loop.call_later(1.0, self._mend)
+        elif self.alive:
             self.memory.untie()
             self.refresh()
 

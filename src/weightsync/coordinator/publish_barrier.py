@@ -187,8 +187,12 @@ class PublishBarrier:
             new = [other for other in others.values() if not other.took_part and other.start >= since]
             starts = [other.start for other in new] or [other.count - (member in counting) for member, other in others.items()]
             guessed = not hello.count and (not others or any(other.guessed for other in new))
-            start = hello.count or min(max(starts, default=0), _MOST_CLAIMED_COUNT)
-            mine = self._counting[link.member] = _Counting(hello.session, start, start, hello.count > 0, hello.epoch > 0, guessed)
+            if hello.count:  # of an earlier coordinator; without an epoch it took part in nothing, and others may start with it
+                start = hello.count if hello.epoch else min(hello.start, hello.count)
+            else:
+                start = min(max(starts, default=0), _MOST_CLAIMED_COUNT)
+            begun = max(hello.count, start)
+            mine = self._counting[link.member] = _Counting(hello.session, start, begun, hello.epoch > 0, hello.epoch > 0, guessed)
         link.count = mine.start
 
     async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:

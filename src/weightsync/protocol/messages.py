@@ -125,6 +125,9 @@ class Hello(Message, frozen=True):
     new_epoch: bool = False
     count: _Count = 0
     """Publications that this trainer process has begun, for one that joins later."""
+    start: _Count = 0
+    """What it counts from: what the others had begun when it started. For a coordinator that was restarted before this process
+    took part in a round: others that start now begin with its first call, and not with the one in which it is."""
     version: Version | None = None
     """Last version that this trainer rank published: a restarted coordinator checks engines' reports against its digest. Of an
     engine rank the last one that it took, although it may serve none since: its number is not used again."""

@@ -24,18 +24,18 @@ class PublishRequests:
         self._mode = known_mode(mode)
         self.link: CoordinatorConnection | None = None
         self._started = False
-        self.count = 0
-        """Calls without a step: of this process, after those that the other ranks had begun when it started."""
+        self.count = self.start = 0
+        """Calls without a step: of this process, after those that the other ranks had begun when it started; and those alone."""
         self._of_step = 0, 0  # the last step, and the calls in a row with it
 
     def start_after(self, count: int) -> None:
         """Count on from ``count``, which the first coordinator that was connected to gave. Later ones change nothing."""
         if not self._started:
-            self._started, self.count = True, count
+            self._started, self.count, self.start = True, count, count
 
     def count_on(self, asked: Publish, count: int) -> Publish:
         """Return ``asked`` as call ``count``, and count on from there: the other ranks, who were not here before, are at it."""
-        self.count += count - asked.count
+        self.count, self.start = self.count + count - asked.count, self.start + count - asked.count
         return structs.replace(asked, count=count)
 
     def make(self, number: int | None, step: int | None, mode: PauseMode | None) -> Publish:

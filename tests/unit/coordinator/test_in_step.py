@@ -282,3 +282,27 @@ async def test_the_largest_count_that_a_rank_claims_leaves_room_for_others() -> 
     requests.start_after(world.coordinator.link_of("trainer/0").count)
     call = Call(1, 1.0, requests.make(None, None, None))
     assert decode(encode(call)) == call
+
+
+@virtual
+async def test_a_rank_that_starts_late_begins_with_the_first_call_of_one_whose_coordinator_ended_in_it() -> None:
+    """That rank goes on to its next step. Else both would publish halves of two steps as one version (schedule 2001866)."""
+    world = World()
+    early = TrainerProcess(world, 1, 2, MANIFEST, "early", -1)
+    connecting = early.make
+
+    def reconnecting() -> TrainerRank:
+        rank = connecting()
+        return TrainerRank(structs.replace(rank.hello, count=1), rank.manifest, rank.layout)
+
+    early.make = reconnecting
+    world.trainers["trainer/1"] = early
+    early.connect()
+    world.add_replica("r", 1)
+    waits = ask(world, 1, 2)
+    await asyncio.sleep(1)
+    world.add_trainer(0, 2)
+    start = world.coordinator.link_of("trainer/0").count
+    with pytest.raises(VersionError, match="trainer/0 is at publication 1, trainer/1 at publication 2"):
+        await ask(world, 0, start + 1)
+    assert await number_of(waits, ask(world, 0, start + 2)) == 0

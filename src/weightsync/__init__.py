@@ -9,53 +9,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from weightsync import errors
+
 if TYPE_CHECKING:
-    from weightsync.config import Timeouts
-    from weightsync.engine.adapter import EngineAdapter
-    from weightsync.engine.engine import Engine
-    from weightsync.engine.receiver import Receiver
-    from weightsync.engines.module import ModuleAdapter
-    from weightsync.errors import (
-        Aborted,
-        AuthenticationError,
-        BroadcastBroken,
-        ConfigurationError,
-        CoordinatorUnreachable,
-        DeadlineExceeded,
-        LayoutError,
-        LoadError,
-        ManifestMismatch,
-        MembershipError,
-        PeerLost,
-        PlanMismatch,
-        ProtocolError,
-        RoundFailed,
-        SharedMemoryTooSmall,
-        StaleSource,
-        TransportError,
-        TransportUnavailable,
-        VerificationError,
-        VersionError,
-        WeightSyncError,
-    )
-    from weightsync.model.box import Box
-    from weightsync.model.layout import Layout
-    from weightsync.model.manifest import Manifest, TensorSpec
-    from weightsync.model.pause import PauseMode
-    from weightsync.model.result import ReplicaResult, RoundResult
-    from weightsync.model.version import Version
-    from weightsync.tensors.shards import Shard, manifest_of, shard, shards_of
-    from weightsync.trainer.adapters import Adapters
-    from weightsync.trainer.lora_state import base_weights
-    from weightsync.trainer.stream import Stream
-    from weightsync.trainer.trainer import Trainer
-    from weightsync.transports.broadcast.collective import Collective
-    from weightsync.transports.broadcast.nccl import Nccl
-    from weightsync.transports.cuda.ipc import CudaIpc
-    from weightsync.transports.host.inproc import InProcess
-    from weightsync.transports.host.shared_memory import SharedMemory
-    from weightsync.transports.nixl.transport import Nixl
-    from weightsync.transports.tcp.transport import Tcp
+    from weightsync.config import Timeouts as Timeouts
+    from weightsync.engine.adapter import EngineAdapter as EngineAdapter
+    from weightsync.engine.engine import Engine as Engine
+    from weightsync.engine.receiver import Receiver as Receiver
+    from weightsync.engines.module import ModuleAdapter as ModuleAdapter
+    from weightsync.errors import *  # noqa: F403 - every error is public
+    from weightsync.model.box import Box as Box
+    from weightsync.model.layout import Layout as Layout
+    from weightsync.model.manifest import Manifest as Manifest
+    from weightsync.model.manifest import TensorSpec as TensorSpec
+    from weightsync.model.pause import PauseMode as PauseMode
+    from weightsync.model.result import ReplicaResult as ReplicaResult
+    from weightsync.model.result import RoundResult as RoundResult
+    from weightsync.model.version import Version as Version
+    from weightsync.tensors.shards import Shard as Shard
+    from weightsync.tensors.shards import manifest_of as manifest_of
+    from weightsync.tensors.shards import shard as shard
+    from weightsync.tensors.shards import shards_of as shards_of
+    from weightsync.trainer.adapters import Adapters as Adapters
+    from weightsync.trainer.lora_state import base_weights as base_weights
+    from weightsync.trainer.stream import Stream as Stream
+    from weightsync.trainer.trainer import Trainer as Trainer
+    from weightsync.transports.broadcast.collective import Collective as Collective
+    from weightsync.transports.broadcast.nccl import Nccl as Nccl
+    from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
+    from weightsync.transports.host.inproc import InProcess as InProcess
+    from weightsync.transports.host.shared_memory import SharedMemory as SharedMemory
+    from weightsync.transports.nixl.transport import Nixl as Nixl
+    from weightsync.transports.tcp.transport import Tcp as Tcp
 
 __version__ = "0.1.0"
 
@@ -90,58 +75,7 @@ _WHERE = {
     "shards_of": "weightsync.tensors.shards",
 }
 
-__all__ = [
-    "Aborted",
-    "Adapters",
-    "AuthenticationError",
-    "Box",
-    "BroadcastBroken",
-    "Collective",
-    "ConfigurationError",
-    "CoordinatorUnreachable",
-    "CudaIpc",
-    "DeadlineExceeded",
-    "Engine",
-    "EngineAdapter",
-    "InProcess",
-    "Layout",
-    "LayoutError",
-    "LoadError",
-    "Manifest",
-    "ManifestMismatch",
-    "MembershipError",
-    "ModuleAdapter",
-    "Nccl",
-    "Nixl",
-    "PauseMode",
-    "PeerLost",
-    "PlanMismatch",
-    "ProtocolError",
-    "Receiver",
-    "ReplicaResult",
-    "RoundFailed",
-    "RoundResult",
-    "Shard",
-    "SharedMemory",
-    "SharedMemoryTooSmall",
-    "StaleSource",
-    "Stream",
-    "Tcp",
-    "TensorSpec",
-    "Timeouts",
-    "Trainer",
-    "TransportError",
-    "TransportUnavailable",
-    "VerificationError",
-    "Version",
-    "VersionError",
-    "WeightSyncError",
-    "__version__",
-    "base_weights",
-    "manifest_of",
-    "shard",
-    "shards_of",
-]
+__all__ = sorted(["__version__", *_WHERE, *errors.__all__])  # noqa: PLE0605
 
 
 if not TYPE_CHECKING:  # else a misspelt name would pass the type checker

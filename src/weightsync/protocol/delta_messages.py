@@ -7,11 +7,8 @@ from typing import Annotated
 import msgspec
 
 from weightsync.model.version import Version
+from weightsync.protocol.fields import Epoch, Many, Number
 from weightsync.protocol.update_messages import Message
-
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-_Many = msgspec.Meta(max_length=1 << 20)
 
 
 class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,33 +17,33 @@ class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     See :mod:`weightsync.tensors.changes`. Offsets are bytes from the beginning of ``region``, one of the rank's.
     """
 
-    epoch: _Epoch
+    epoch: Epoch
     """Epoch of the base."""
-    number: _Number
+    number: Number
     """Number of the base."""
-    region: _Number
-    sections: _Number
+    region: Number
+    sections: Number
     """Offset of the description of the sections."""
-    shards: _Number
+    shards: Number
     """Number of sections."""
-    counts: _Number
+    counts: Number
     """Offset of the counts."""
-    payload: _Number
+    payload: Number
     """Offset of the lists."""
-    units: _Number
+    units: Number
     """4-byte units of the lists."""
-    changed: _Number
+    changed: Number
     """Words that changed, for display."""
-    words: _Number
+    words: Number
     """Words of the rank's shards, for display."""
 
 
 class Stage(Message, frozen=True):
     """Fetch, while still serving ``base``, what changed between it and version ``number``. Answered by :class:`Staged`."""
 
-    number: _Number
+    number: Number
     base: Version
-    sources: Annotated[tuple[ChangedWords, ...], _Many]
+    sources: Annotated[tuple[ChangedWords, ...], Many]
     """In the order of the plan's sources."""
 
 

@@ -9,12 +9,11 @@ import msgspec
 from weightsync.model.lora import AdapterSpec
 from weightsync.model.manifest import TensorSpec
 from weightsync.model.version import Version
+from weightsync.protocol.fields import Many, Number
 from weightsync.protocol.plan_messages import PlanSlice
 from weightsync.protocol.update_messages import Message
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Name = Annotated[str, msgspec.Meta(max_length=129)]
-_Many = msgspec.Meta(max_length=1 << 20)
+_AdapterName = Annotated[str, msgspec.Meta(max_length=129)]
 
 
 class HeldLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,16 +33,16 @@ class PrepareLora(Message, frozen=True):
     """
 
     spec: AdapterSpec
-    number: _Number
-    tensors: Annotated[tuple[TensorSpec, ...], _Many]
+    number: Number
+    tensors: Annotated[tuple[TensorSpec, ...], Many]
     plan: PlanSlice
 
 
 class StageLora(Message, frozen=True):
     """Read the version that was prepared, hand a copy to the engine, and digest it. Answered by :class:`Moved`. Nobody sees it."""
 
-    name: _Name
-    number: _Number
+    name: _AdapterName
+    number: Number
 
 
 class RegisterLora(Message, frozen=True):
@@ -55,8 +54,8 @@ class RegisterLora(Message, frozen=True):
 class DropLora(Message, frozen=True):
     """Serve these versions to no new request, and free each when no request uses it. Answered by :class:`Done`."""
 
-    name: _Name
-    numbers: Annotated[tuple[_Number, ...], _Many]
+    name: _AdapterName
+    numbers: Annotated[tuple[Number, ...], Many]
 
 
 # Engine to coordinator.
@@ -65,7 +64,7 @@ class DropLora(Message, frozen=True):
 class LorasRefused(Message, frozen=True):
     """This rank has dropped versions by itself, because its base changed and they are for that base only."""
 
-    versions: Annotated[tuple[Version, ...], _Many]
+    versions: Annotated[tuple[Version, ...], Many]
 
 
 # Trainer to coordinator.
@@ -74,15 +73,15 @@ class LorasRefused(Message, frozen=True):
 class RetireLora(Message, frozen=True):
     """Drop all versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
 
-    name: _Name
+    name: _AdapterName
     keep: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Retired(Message, frozen=True):
     """Versions that are not served any more, and why replicas could not be told."""
 
-    numbers: Annotated[tuple[_Number, ...], _Many]
-    errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], _Many] = ()
+    numbers: Annotated[tuple[Number, ...], Many]
+    errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], Many] = ()
 
 
 LoraMessage = PrepareLora | StageLora | RegisterLora | DropLora | LorasRefused | RetireLora | Retired

@@ -22,6 +22,7 @@ from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
+from weightsync.protocol.fields import Epoch, Few, Many, Member, Name, Number, Step, Text
 from weightsync.protocol.lora_messages import HeldLora, LoraMessage
 from weightsync.protocol.plan_messages import Host, Memory, Offer, PieceColumns, PlanSlice, Reach, SourceAddress, Traits
 from weightsync.protocol.store_messages import StoreMessage
@@ -53,22 +54,10 @@ def decoding(wrong: str, kind: type[WeightSyncError] = ProtocolError) -> Iterato
         raise kind(f"{wrong}: {readable(str(error), 500)}") from None
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A version number, which published regions store as int64."""
-_Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-_Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Call = Number
 """Identifies one call of ``publish()`` of a trainer rank: counted up from a random number, so that no other process has it."""
-_Step = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48) - 1)]
 """Publications that a trainer rank has begun, failed and interrupted ones included. Equal on all ranks."""
-_Few = msgspec.Meta(max_length=64)
-_Many = msgspec.Meta(max_length=1 << 20)
-"""Bound of lists with one item for each rank or tensor. MessagePack sends the count first, so decoding stops before the items."""
-_Name = Annotated[str, msgspec.Meta(max_length=200)]
-_Member = Annotated[str, msgspec.Meta(max_length=220)]
-"""A name and the number of a rank."""
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
-"""Text as long as an error message may be (:func:`weightsync.errors.readable`)."""
 
 DigestKey = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Secret key of a digest; empty for the public constants."""
@@ -86,34 +75,34 @@ class Hello(Message, frozen=True):
     """
 
     protocol: int
-    run: _Name
+    run: Name
     role: Literal["trainer", "engine", "adapters"]
     """``adapters``: a rank of a trainer that publishes LoRA adapters."""
-    name: _Name
+    name: Name
     """Name of the replica; for a trainer, ``"trainer"``; for one of adapters, ``"adapters:"`` and anything."""
     rank: int
     world_size: int
-    session: _Name
+    session: Name
     host: Host
     pid: int
-    manifest: Annotated[tuple[TensorSpec, ...], _Many]
+    manifest: Annotated[tuple[TensorSpec, ...], Many]
     layout: LayoutColumns | None = None
     """Required from trainers. An engine without a layout supports only streamed delivery."""
     no_layout: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Why this engine rank has no layout, for display."""
     device_memory: bool = False
     """The layout is in GPU memory. If no transport that writes CUDA memory reaches it, this rank can be streamed to instead."""
-    offers: Annotated[tuple[Offer, ...], _Few] = ()
+    offers: Annotated[tuple[Offer, ...], Few] = ()
     """How a trainer rank's shards are reached, or those that an engine rank serves to other replicas."""
     key: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """Secret of the data sockets behind the offers, random per process. Engines receive it with their plan."""
     source_layout: LayoutColumns | None = None
     """Layout of the memory that an engine rank serves to other replicas; ``None`` if it serves none."""
-    transports: Annotated[tuple[_Name, ...], _Few] = ()
+    transports: Annotated[tuple[Name, ...], Few] = ()
     """Schemes with which this engine rank can and may read, best first."""
     delivery: Delivery = "auto"
     bucket_bytes: int = 0
-    adapter: _Name = ""
+    adapter: Name = ""
     serving: Version | None = None
     """Version that this engine rank already serves, for a coordinator that was restarted."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
@@ -131,7 +120,7 @@ class Hello(Message, frozen=True):
     version: Version | None = None
     """Last version that this trainer rank published: a restarted coordinator checks engines' reports against its digest. Of an
     engine rank the last one that it took, although it may serve none since: its number is not used again."""
-    credential: _Name = ""
+    credential: Name = ""
     """From the last :class:`Welcome`. Needed to reconnect before the coordinator has seen the old connection end."""
     window_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     """Of a trainer rank that publishes streams: bytes of each of its staging windows. Its manifest and layout hold no tensor."""
@@ -152,8 +141,8 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The coordinator accepts the agent."""
 
-    member: _Member
-    run: _Name
+    member: Member
+    run: Name
     last: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """For a trainer rank: highest known version number of its epoch."""
     count: _Count = 0
@@ -174,8 +163,8 @@ class Confirmed(Message, frozen=True):
 class Refused(Message, frozen=True):
     """The coordinator rejects the agent. ``kind`` is an error's class name."""
 
-    kind: _Name
-    message: _Text
+    kind: Name
+    message: Text
 
 
 # Bodies of calls, coordinator to trainer; Place also to an engine.
@@ -187,11 +176,11 @@ class Place(Message, frozen=True):
     An engine rank that serves its weights answers only for the version that it serves, else it fails with StaleSource.
     """
 
-    number: _Number
-    epoch: _Epoch = FIRST_EPOCH  # a trainer rank reports it when it reconnects
+    number: Number
+    epoch: Epoch = FIRST_EPOCH  # a trainer rank reports it when it reconnects
     call: _Call = 0
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
-    bases: Annotated[tuple[_Number, ...], _Few] = ()  # served by replicas, which want to know what changed since then
+    bases: Annotated[tuple[Number, ...], Few] = ()  # served by replicas, which want to know what changed since then
 
 
 class Placed(Message, frozen=True):
@@ -199,7 +188,7 @@ class Placed(Message, frozen=True):
 
     digests: bytes
     seconds: Seconds
-    changed: Annotated[tuple[ChangedWords, ...], _Few] = ()  # since earlier versions, where that is listed
+    changed: Annotated[tuple[ChangedWords, ...], Few] = ()  # since earlier versions, where that is listed
 
 
 class DigestUnderKey(Message, frozen=True):
@@ -208,8 +197,8 @@ class DigestUnderKey(Message, frozen=True):
     Fails with StaleSource if the region does not hold the version any more.
     """
 
-    number: _Number
-    epoch: _Epoch
+    number: Number
+    epoch: Epoch
     key: DigestKey
 
     def __repr__(self) -> str:
@@ -222,10 +211,10 @@ class PlaceWindow(Message, frozen=True):
     A rank places every window whose number is its own rank modulo the trainer's world size.
     """
 
-    number: _Number
-    epoch: _Epoch
-    window: _Number
-    released: _Number
+    number: Number
+    epoch: Epoch
+    window: Number
+    released: Number
     """Windows before this one are not read any more."""
     window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     """Most bytes of a window, equal on all ranks in all windows of a stream."""
@@ -236,17 +225,17 @@ class PlaceWindow(Message, frozen=True):
 class WindowPlaced(Message, frozen=True):
     """A window, or, without parts, the end of the stream: there is no such window."""
 
-    parts: Annotated[tuple[WindowPart, ...], _Many] = ()
+    parts: Annotated[tuple[WindowPart, ...], Many] = ()
     nbytes: int = 0
     offset: int = 0
     """Bytes from the beginning of the rank's region to the window."""
-    stamp: _Number = 0
+    stamp: Number = 0
     """Version number under which the rank's region is readable during this stream."""
     digests: bytes = b""
     """Digest of every part (uint64, little-endian)."""
-    windows: _Number = 0
+    windows: Number = 0
     """At the end: windows of the stream, of all ranks."""
-    manifest: _Name = ""
+    manifest: Name = ""
     """At the end: fingerprint of all tensors of the stream, of all ranks."""
     sample: Annotated[bytes, msgspec.Meta(max_length=1 << 23)] = b""
     """At the end, of one of several ranks: digests (uint64, little-endian) of its tensors, see :mod:`weightsync.model.sample`."""
@@ -258,9 +247,9 @@ class WindowPlaced(Message, frozen=True):
 class OpenStream(Message, frozen=True):
     """Prepare for windows from these trainer ranks while still serving: connect, allocate. Answered by :class:`Prepared`."""
 
-    key: _Name
+    key: Name
     """Names what is prepared; it is the digest of the answer."""
-    sources: Annotated[tuple[SourceAddress, ...], _Many]
+    sources: Annotated[tuple[SourceAddress, ...], Many]
     window_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
@@ -270,7 +259,7 @@ class MoveWindow(Message, frozen=True):
     The loader may still be at the window before when the answer comes, and at this one until the next window's or the end's.
     """
 
-    window: _Number
+    window: Number
     source: Annotated[int, msgspec.Meta(ge=0)]
     placed: WindowPlaced
 
@@ -284,7 +273,7 @@ class WindowMoved(Message, frozen=True):
 class EndStream(Message, frozen=True):
     """All windows have come. Answered by :class:`Moved`, with a digest for each tensor of the stream's manifest."""
 
-    manifest: _Name
+    manifest: Name
     """The manifest's fingerprint."""
 
 
@@ -297,8 +286,8 @@ class Prepare(Message, frozen=True):
 class Prepared(Message, frozen=True):
     """Digest of the plan as the engine rank decoded it, and the transport chosen for each source."""
 
-    digest: _Name
-    transports: Annotated[tuple[_Name, ...], _Many]
+    digest: Name
+    transports: Annotated[tuple[Name, ...], Many]
 
 
 class CheckSources(Message, frozen=True):
@@ -307,7 +296,7 @@ class CheckSources(Message, frozen=True):
     Sent before a replica is re-seeded, so that a serving replica is not paused for a version that is gone.
     """
 
-    number: _Number
+    number: Number
 
 
 class LetGo(Message, frozen=True):
@@ -321,8 +310,8 @@ class Pause(Message, frozen=True):
     """
 
     mode: PauseMode
-    number: _Number | None = None
-    epoch: _Epoch = FIRST_EPOCH
+    number: Number | None = None
+    epoch: Epoch = FIRST_EPOCH
 
 
 class Move(Message, frozen=True):
@@ -332,7 +321,7 @@ class Move(Message, frozen=True):
     source does not know. Only this replica gets the key, and it is used once.
     """
 
-    number: _Number
+    number: Number
     key: DigestKey = b""
     staged: bool = False
     """Apply the changes that were staged, if the parameters are still where they were then."""
@@ -395,10 +384,10 @@ class Quarantine(Message, frozen=True):
 class Publish(Message, frozen=True):
     """A trainer rank is ready to publish this number (``None``: the next one). Answered by :class:`Published`."""
 
-    number: _Number | None = None
+    number: Number | None = None
     call: _Call = 0
     """Identifies this call of ``publish()``. A repeated value means that the connection broke before the answer arrived."""
-    step: _Step = None
+    step: Step = None
     """The training framework's own count, equal on all ranks that give one."""
     pause_mode: PauseMode | None = None
     """What the round's pause does to running requests, equal on all ranks. ``None``: the coordinator's default."""
@@ -416,13 +405,13 @@ class Publish(Message, frozen=True):
 class CannotPublish(Message, frozen=True):
     """A trainer rank failed before it could ask to publish, so the other ranks must not wait for it. Answered by :class:`Done`."""
 
-    number: _Number | None
-    kind: _Name
+    number: Number | None
+    kind: Name
     message: Annotated[str, msgspec.Meta(max_length=4000)]
-    step: _Step = None
+    step: Step = None
     count: _Count = 0
     """As in :class:`Publish`."""
-    adapter: _Name = ""
+    adapter: Name = ""
     """Name of the LoRA adapter that it cannot publish; empty for the base weights."""
 
 
@@ -440,7 +429,7 @@ class WaitForReplicas(Message, frozen=True):
     """A trainer rank waits until ``count`` replicas, ``names`` among them, are ready. Answered by :class:`ReplicaList`."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    names: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=4096)] = ()
+    names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)] = ()
     refused: Literal["wait", "raise"] = "wait"
     """Whether a replica that is refused fails the wait at once, or another one may still come."""
 
@@ -448,7 +437,7 @@ class WaitForReplicas(Message, frozen=True):
 class ReplicaList(Message, frozen=True):
     """Replicas that are ready for rounds."""
 
-    names: Annotated[tuple[_Name, ...], _Many]
+    names: Annotated[tuple[Name, ...], Many]
 
 
 class Published(Message, frozen=True):
@@ -491,7 +480,7 @@ class Call(Message, frozen=True):
     body: Body
     trace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The trace that the call belongs to, as a W3C ``traceparent``. If it is not empty, the answer carries a :class:`Timing`."""
-    update: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    update: Number = 0
     """The update from outside that the call belongs to, a random number. 0 in rounds, where a connection keeps calls in order."""
 
 
@@ -507,8 +496,8 @@ class Failure(Message, frozen=True):
     """The call with this id failed. ``kind`` is an error's class name."""
 
     id: int
-    kind: _Name
-    message: _Text
+    kind: Name
+    message: Text
     timing: Timing | None = None
 
 

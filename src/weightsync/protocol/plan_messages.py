@@ -7,19 +7,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from weightsync.model.layout import LayoutColumns
-
-_Few = msgspec.Meta(max_length=64)
-_Many = msgspec.Meta(max_length=1 << 20)
-_Name = Annotated[str, msgspec.Meta(max_length=200)]
-_Member = Annotated[str, msgspec.Meta(max_length=220)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+from weightsync.protocol.fields import Few, Many, Member, Name, Text
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Location of a rank. Ranks with equal ``memory`` can share memory; ranks with equal ``name`` run on the same machine."""
 
-    name: _Name
-    memory: _Name
+    name: Name
+    memory: Name
 
 
 Memory = Literal["host", "cuda"]
@@ -40,8 +35,8 @@ class Traits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         shared_fate: Whether a reader that stops delays the others. Such a transport is used only if it is named explicitly.
     """
 
-    reads: Annotated[tuple[Memory, ...], _Few] = ("host",)
-    writes: Annotated[tuple[Memory, ...], _Few] = ("host",)
+    reads: Annotated[tuple[Memory, ...], Few] = ("host",)
+    writes: Annotated[tuple[Memory, ...], Few] = ("host",)
     reach: Reach = "network"
     encrypted: bool = False
     digests: Literal["inline", "after"] = "inline"
@@ -52,8 +47,8 @@ class Traits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to reach a trainer rank's shards: a transport's name and its address, which only that transport understands."""
 
-    scheme: _Name
-    address: _Text
+    scheme: Name
+    address: Text
     host: Host
     traits: Traits = Traits()
 
@@ -61,9 +56,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SourceAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank from which a plan reads: its name, the layout for which the plan was made, and its offers, best first."""
 
-    member: _Member
-    layout_digest: _Name
-    offers: Annotated[tuple[Offer, ...], _Few]
+    member: Member
+    layout_digest: Name
+    offers: Annotated[tuple[Offer, ...], Few]
     key: bytes = b""
     """Secret that authorizes a reader. It never appears in logs, status or ``repr``."""
 
@@ -92,11 +87,11 @@ class PlanSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``k``, and each row is a whole tensor.
     """
 
-    digest: _Name
+    digest: Name
     delivery: Literal["direct", "streamed"]
-    reason: _Text
+    reason: Text
     """Why this delivery was chosen, for display."""
-    sources: Annotated[tuple[SourceAddress, ...], _Many]
+    sources: Annotated[tuple[SourceAddress, ...], Many]
     layout: LayoutColumns
     pieces: PieceColumns
     nbytes: int

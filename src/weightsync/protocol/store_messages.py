@@ -7,11 +7,8 @@ from typing import Annotated
 import msgspec
 
 from weightsync.model.stored import StoredObject
+from weightsync.protocol.fields import Epoch, Number, Step
 from weightsync.protocol.update_messages import Message
-
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Epoch = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-
 
 STORE = "store"
 """Scheme of the offers of stored versions, and the name of the store as a source."""
@@ -22,8 +19,8 @@ class StoreAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     run: str
-    epoch: _Epoch
-    number: _Number
+    epoch: Epoch
+    number: Number
     rank: int
 
 
@@ -33,10 +30,10 @@ class StorePart(Message, frozen=True):
     Answered when every rank has said so: rank 0 gets :class:`SignedManifest`, the others :class:`Done` once that is in the store.
     """
 
-    epoch: _Epoch
-    number: _Number
+    epoch: Epoch
+    number: Number
     chain: Annotated[tuple[StoredObject, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    step: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    step: Step = None
 
 
 class SignedManifest(Message, frozen=True):
@@ -50,8 +47,8 @@ class SignedManifest(Message, frozen=True):
 class ManifestStored(Message, frozen=True):
     """The manifest is in the store at ``url``: the version exists there. Answered by :class:`Done`."""
 
-    epoch: _Epoch
-    number: _Number
+    epoch: Epoch
+    number: Number
     url: Annotated[str, msgspec.Meta(max_length=2048)]
 
 

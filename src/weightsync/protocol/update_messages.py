@@ -7,12 +7,7 @@ from typing import Annotated
 import msgspec
 
 from weightsync.model.manifest import TensorSpec
-
-_Name = Annotated[str, msgspec.Meta(max_length=200)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
-_Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Few = msgspec.Meta(max_length=64)
-_Many = msgspec.Meta(max_length=1 << 20)
+from weightsync.protocol.fields import Few, Many, Name, Number, Text
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -26,16 +21,16 @@ class Describe(Message, frozen=True):
 class Described(Message, frozen=True):
     """Main and draft tensors together, and the backends of process groups."""
 
-    tensors: Annotated[tuple[TensorSpec, ...], _Many]
-    backends: Annotated[tuple[_Name, ...], _Few]
+    tensors: Annotated[tuple[TensorSpec, ...], Many]
+    backends: Annotated[tuple[Name, ...], Few]
 
 
 class JoinGroup(Message, frozen=True):
     """Join a process group as rank ``rank_offset`` plus this rank's own number. Answered by :class:`Done`."""
 
-    name: _Name
-    backend: _Name
-    address: _Text
+    name: Name
+    backend: Name
+    address: Text
     port: int
     rank_offset: int
     world_size: int
@@ -44,14 +39,14 @@ class JoinGroup(Message, frozen=True):
 class LeaveGroup(Message, frozen=True):
     """Leave a group, if this rank is in one of that name. Answered by :class:`Done`."""
 
-    name: _Name
+    name: Name
 
 
 class Receive(Message, frozen=True):
     """Receive one bucket, tensors of the manifest by index, through a group and load it. Answered by :class:`Done`."""
 
-    group: _Name
-    tensors: Annotated[tuple[_Index, ...], _Many]
+    group: Name
+    tensors: Annotated[tuple[Number, ...], Many]
     flattened: bool = False
 
 

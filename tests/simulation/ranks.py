@@ -31,6 +31,8 @@ from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welc
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.protocol.worker import received_for
 from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.publication import ReaderAccess
+from weightsync.publishing.published_shards import ShardOptions
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
@@ -482,11 +484,12 @@ class TrainerProcess(Agent):
     def _make_role(self) -> TrainerRole | StreamRole:
         world = self.world
         if world.streams:
-            return StreamRole(_Tiny(windows=2 + world.salt % 2), [world.scheme], world.key, self.host, self.rank, self.ranks)
+            access = ReaderAccess([world.scheme], world.key, self.host)
+            return StreamRole(_Tiny(windows=2 + world.salt % 2), access, self.rank, self.ranks)
         return self._placing(_InPlaceRole if world.in_place else TrainerRole, world.deltas)
 
     def _placing(self, kind: type[TrainerRole], deltas: int = 0) -> TrainerRole:
-        role = kind(self._state(), [self.world.scheme], self.world.key, self.host, deltas=deltas)
+        role = kind(self._state(), ReaderAccess([self.world.scheme], self.world.key, self.host), ShardOptions(deltas=deltas))
         role._placer = _Placer(self, role._placer)
         return role
 

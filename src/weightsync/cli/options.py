@@ -66,19 +66,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 JsonLast = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 _MOST = 1 << 60
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 1 << 10,
-    "KIB": 1 << 10,
-    "KB": 1000,
-    "M": 1 << 20,
-    "MIB": 1 << 20,
-    "MB": 10**6,
-    "G": 1 << 30,
-    "GIB": 1 << 30,
-    "GB": 10**9,
-}
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMG", 1):
+    _UNITS |= {_letter: 1 << 10 * _power, f"{_letter}IB": 1 << 10 * _power, f"{_letter}B": 1000**_power}
 
 
 def parse_size(text: str) -> int:

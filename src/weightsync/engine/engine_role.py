@@ -55,6 +55,7 @@ from weightsync.protocol.messages import (
     WindowMoved,
 )
 from weightsync.protocol.worker import IncomingCall
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants
@@ -186,7 +187,7 @@ class EngineRole(SessionFront):
             reason = f"{', '.join(transport.name for transport in transports)} reads only from trainers: allow another transport"
         if reason:
             raise ConfigurationError(f"the {name} adapter cannot serve its weights to other replicas: {reason}")
-        self._served = ServedWeights(self.session, alone, key, self.here, network)
+        self._served = ServedWeights(self.session, ReaderAccess(alone, key, self.here, network))
         return self._served
 
     def _withdraw(self) -> None:

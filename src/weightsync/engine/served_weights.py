@@ -12,10 +12,10 @@ from weightsync.deadline import Deadline
 from weightsync.engine.session import EngineSession
 from weightsync.errors import LayoutError, StaleSource
 from weightsync.model import Manifest, Version
-from weightsync.protocol.messages import Host, Place, Placed
+from weightsync.protocol.messages import Place, Placed
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.publishing.published_shards import PublishedShards
 from weightsync.tensors.shards import Shard, ShardedState, ordered
-from weightsync.transports.base import Network, Transport
 
 
 class _Parameters(ShardedState):
@@ -38,13 +38,11 @@ class ServedWeights(PublishedShards):
     which the session calls when the rank leaves service. Used within turns of the session, except :meth:`abort`.
     """
 
-    def __init__(
-        self, session: EngineSession, transports: Sequence[Transport], key: bytes, local_host: Host, network: Network
-    ) -> None:
+    def __init__(self, session: EngineSession, access: ReaderAccess) -> None:
         self._session = session
         self._stop = np.zeros(1, np.int8)
         self._placed: tuple[Version, Placed] | None = None
-        super().__init__(_Parameters(session), transports, key, local_host, network=network)
+        super().__init__(_Parameters(session), access)
 
     def place(self, body: Place, deadline: Deadline) -> Placed:
         """Make the version that this rank serves readable.

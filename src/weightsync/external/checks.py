@@ -96,7 +96,7 @@ def check_tensors(tensors: Tensors, manifest: Manifest, *, partial: bool) -> Non
         raise ConfigurationError("an update without tensors does nothing")
 
 
-def _indices(tensors: Tensors | UpdateRequest, manifest: Manifest) -> tuple[int, ...]:
+def _indices(tensors: Tensors, manifest: Manifest) -> tuple[int, ...]:
     names, dtypes, shapes = tensors.names, tensors.dtypes, tensors.shapes
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigurationError(

@@ -41,12 +41,17 @@ class InitGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         return JoinGroup(self.group_name, self.backend, *place, self.rank_offset, self.world_size)
 
 
-class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /update_weights_from_distributed``: one bucket, broadcast by the trainer meanwhile. Answered when it is loaded."""
+class Tensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that an update or one of its buckets brings."""
 
     names: Names
     dtypes: Dtypes
     shapes: Shapes
+
+
+class UpdateRequest(Tensors, frozen=True, kw_only=True):
+    """``POST /update_weights_from_distributed``: one bucket, broadcast by the trainer meanwhile. Answered when it is loaded."""
+
     group_name: GroupName = DEFAULT_GROUP
     load_format: Literal["flattened_bucket"] | None = None
     finished: bool = False
@@ -68,14 +73,6 @@ class DestroyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /destroy_weights_update_group``."""
 
     group_name: GroupName = DEFAULT_GROUP
-
-
-class Tensors(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an update will send."""
-
-    names: Names
-    dtypes: Dtypes
-    shapes: Shapes
 
 
 class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,14 +120,7 @@ class TokenFile:
         self.path = token_path(port, directory, kind)
         self._content = token
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(directory, os.lstat(directory), stat.S_ISDIR)
-            fresh = directory / f".{port}.{secrets.token_hex(8)}"
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                os.write(descriptor, token.reveal().encode())
-            finally:
-                os.close(descriptor)
+            fresh = _written_beside(self.path, token)
             os.replace(fresh, self.path)  # a file that a killed coordinator left at this port goes in the same step
         except (OSError, AuthenticationError) as error:
             raise ConfigurationError(
@@ -154,16 +147,11 @@ def find_token(address: Address, directory: Path | None = None, kind: SecretKind
     path = token_path(address.port, directory, kind)
     try:
         _check_private(directory, os.lstat(directory), stat.S_ISDIR)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        content = _read_private(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise AuthenticationError(f"not using the token in {path}: {error}; set WEIGHTSYNC_TOKEN instead") from None
-    try:
-        _check_private(path, os.fstat(descriptor), stat.S_ISREG)
-        content = os.read(descriptor, _MAX_FILE + 1)
-    finally:
-        os.close(descriptor)
     try:
         return Secret(content.decode("ascii"))
     except (UnicodeDecodeError, ConfigurationError):
@@ -204,22 +192,35 @@ def kept_secret(path: Path, make: Callable[[], Secret]) -> Secret:
     cannot be made.
     """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(path.parent, os.lstat(path.parent), stat.S_ISDIR)
-        fresh = path.with_name(f".{secrets.token_hex(8)}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(make().reveal())
+        fresh = _written_beside(path, make())
         try:
             os.link(fresh, path)  # whole, or not at all, and never over another one
         except FileExistsError:
             pass
         finally:
             fresh.unlink()
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="ascii") as file:
-            _check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
-            return Secret(file.read(_MAX_FILE))
+        return Secret(_read_private(path).decode("ascii"))
     except OSError as error:
         raise ConfigurationError(f"no secret can be kept in {path}: {error.strerror or error}") from None
+
+
+def _written_beside(path: Path, secret: Secret) -> Path:
+    """Write a secret to a new owner-only file in the owner-only folder of ``path``, which is made if there is none."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(path.parent, os.lstat(path.parent), stat.S_ISDIR)
+    fresh = path.with_name(f".{path.stem}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(secret.reveal())
+    return fresh
+
+
+def _read_private(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        _check_private(path, os.fstat(descriptor), stat.S_ISREG)
+        return os.read(descriptor, _MAX_FILE + 1)
+    finally:
+        os.close(descriptor)
 
 
 def _check_private(path: Path, status: os.stat_result, kind: object) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Host, Memory, Offer
-from weightsync.transports.base import Key, Network, Publisher, Transport
+from weightsync.transports.base import LOOPBACK, Network, Publisher, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, PublishedRegion
+
+
+@dataclass(frozen=True)
+class ReaderAccess:
+    """How readers reach what a rank publishes: the transports, the key that both sides prove to have, and where the rank is."""
+
+    transports: Sequence[Transport]
+    key: bytes = field(repr=False)
+    host: Host
+    network: Network = LOOPBACK
 
 
 class Publication:
@@ -20,15 +31,15 @@ class Publication:
     layout: Layout
     region: PublishedRegion | CudaRegion
 
-    def __init__(self, transports: Sequence[Transport], key: bytes, local_host: Host, network: Network) -> None:
-        self._transports, self._key, self._local_host, self._network = transports, Key(key), local_host, network
+    def __init__(self, access: ReaderAccess) -> None:
+        self._access = access
         self._publishers: list[Publisher] = []
         self._owned = ExitStack()
 
     @property
     def key(self) -> bytes:
         """What readers of this rank must know."""
-        return self._key.reveal()
+        return self._access.key
 
     @property
     def offers(self) -> tuple[Offer, ...]:
@@ -46,11 +57,11 @@ class Publication:
             ConfigurationError: A transport cannot encrypt where it must.
         """
         self._publishers, reasons = [], []
-        for transport in self._transports:
+        for transport in self._access.transports:
             if memory not in transport.traits.reads:
                 continue
             try:
-                publisher = transport.publish(region, self.key, self._local_host, self._network)
+                publisher = transport.publish(region, self.key, self._access.host, self._access.network)
             except TransportUnavailable as error:
                 if memory == "host":
                     raise
@@ -59,7 +70,7 @@ class Publication:
             owned.callback(publisher.close)
             self._publishers.append(publisher)
             traits = publisher.offer.traits
-            if self._network.encrypt and traits.reach == "network" and not traits.encrypted:
+            if self._access.network.encrypt and traits.reach == "network" and not traits.encrypted:
                 raise ConfigurationError(
                     f"transport {transport.name!r} does not encrypt: leave it out, or say that the network is trusted "
                     "(WEIGHTSYNC_DATA_ENCRYPTION=off)"

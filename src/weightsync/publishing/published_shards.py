@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,13 +18,12 @@ from weightsync.arrays import Int8, UInt64
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, TransportUnavailable
-from weightsync.protocol.messages import Host
 from weightsync.protocol.tokens import is_loopback
 from weightsync.publishing.device_copy import PART_BYTES, DeviceCopy, room_for_copy
 from weightsync.publishing.host_copy import HostPublisher
 from weightsync.publishing.in_place import InPlacePublisher, obstacle_to_in_place
 from weightsync.publishing.listed_changes import DeviceLists, HostLists, ListedChanges
-from weightsync.publishing.publication import Publication
+from weightsync.publishing.publication import Publication, ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.device_memory import device_of, wait_for_devices
 from weightsync.tensors.digest import DigestConstants, digest_rows
@@ -37,6 +37,19 @@ from weightsync.transports.hostinfo import own_address, reachable_address
 from weightsync.transports.registry import transports_for
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """What is published of a state, and how. See :class:`weightsync.Trainer`."""
+
+    dtype: DTypes = None
+    include_buffers: bool = False
+    deltas: bool | int = False
+    quantize: ChooseFormats | None = None
+
+
+PLAIN = ShardOptions()
 
 
 class PublishedShards(Publication):
@@ -59,37 +72,30 @@ class PublishedShards(Publication):
     def __init__(
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
-        transports: Sequence[Transport],
-        key: bytes,
-        local_host: Host,
-        *,
-        network: Network = LOOPBACK,
-        dtype: DTypes = None,
-        include_buffers: bool = False,
-        deltas: bool | int = False,
-        quantize: ChooseFormats | None = None,
+        access: ReaderAccess,
+        options: ShardOptions = PLAIN,
         all_max: AllMax | None = None,
     ) -> None:
-        super().__init__(transports, key, local_host, network)
-        self._deltas = deltas
+        super().__init__(access)
+        self._deltas, transports = options.deltas, access.transports
         self.changes: ListedChanges | None = None
         """What lists the changes from one version to the next, if ``deltas`` asks for it and there is memory."""
-        followed = FollowedShards(state, dtype=dtype, include_buffers=include_buffers)
+        followed = FollowedShards(state, dtype=options.dtype, include_buffers=options.include_buffers)
         self.manifest, shards = followed.now()
         if not self.manifest.nbytes:
             raise ConfigurationError("this rank's state holds no bytes: give the module, or a state dict with tensors")
         self._masters = shards
         self.quantized: QuantizedShards | None = None
         """What quantizes matrices while they are placed."""
-        if quantize is not None:
-            self.quantized = QuantizedShards(self.manifest, shards, quantize(self.manifest), all_max)
+        if options.quantize is not None:
+            self.quantized = QuantizedShards(self.manifest, shards, options.quantize(self.manifest), all_max)
             self.manifest, shards = self.quantized.manifest, self.quantized.shards
         self._write = None if self.quantized is None else self.quantized.write
         self._shards: list[Shard] = []
         self._placer: HostPublisher | InPlacePublisher | DeviceCopy
         with ExitStack() as owned:
             reason = obstacle_to_in_place(self.manifest, shards, transports)
-            self._live = None if reason else InPlacePublisher(self.manifest, state, shards, deltas)
+            self._live = None if reason else InPlacePublisher(self.manifest, state, shards, options.deltas)
             if self._live is not None:
                 owned.callback(self._live.close)
                 reason = self._publish(self._live.region, "cuda", owned)
@@ -119,7 +125,8 @@ class PublishedShards(Publication):
         The reason is empty if the shards are not on a GPU, or no transport reads GPU memory.
         """
         device, nbytes = device_of(self._masters), sum(self.layout.regions)
-        if device is None or device.type != "cuda" or not any("cuda" in transport.traits.reads for transport in self._transports):
+        transports = self._access.transports
+        if device is None or device.type != "cuda" or not any("cuda" in transport.traits.reads for transport in transports):
             return ""
         reason, changes = room_for_copy(nbytes, device), None
         if reason is None and self._deltas:
@@ -148,8 +155,9 @@ class PublishedShards(Publication):
         return None
 
     def _copy_on_host(self, reason: str, owned: ExitStack) -> None:
-        if self._transports and not any("host" in transport.traits.reads for transport in self._transports):
-            names = ", ".join(transport.name for transport in self._transports)
+        transports = self._access.transports
+        if transports and not any("host" in transport.traits.reads for transport in transports):
+            names = ", ".join(transport.name for transport in transports)
             raise TransportUnavailable(
                 f"{names} cannot be used: {reason}. Allow shared_memory or tcp too, which read a copy in host memory"
             )

@@ -7,7 +7,7 @@ answers the coordinator digests windows that are full and says so. A window is u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,14 +21,13 @@ from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, Tra
 from weightsync.model import Layout, Manifest
 from weightsync.model.window import ALIGNMENT
 from weightsync.outcome import Outcome
-from weightsync.protocol.messages import Body, Done, Host, Memory, PlaceWindow, RoundResult, WindowPlaced
-from weightsync.publishing.publication import Publication
+from weightsync.protocol.messages import Body, Done, Memory, PlaceWindow, RoundResult, WindowPlaced
+from weightsync.publishing.publication import Publication, ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.shards import DTypes, checkpoint_name
 from weightsync.trainer.stream_plan import StreamPlan, WindowContents
 from weightsync.trainer.stream_sample import StreamSample
-from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 
@@ -318,19 +317,8 @@ class StreamRole(Publication):
     live = True
     """Nothing can be read any more when a publication is over."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        transports: Sequence[Transport],
-        key: bytes,
-        local_host: Host,
-        rank: int,
-        world_size: int,
-        *,
-        network: Network = LOOPBACK,
-        dtype: DTypes = None,
-    ) -> None:
-        super().__init__(transports, key, local_host, network)
+    def __init__(self, stream: Stream, access: ReaderAccess, rank: int, world_size: int, *, dtype: DTypes = None) -> None:
+        super().__init__(access)
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
         self.epoch = 0
@@ -361,7 +349,7 @@ class StreamRole(Publication):
             memory: Memory = "host" if stream.device is None else "cuda"
             reason = self._publish(self.region, memory, owned)
             if not self._publishers:
-                names = ", ".join(transport.name for transport in transports)
+                names = ", ".join(transport.name for transport in access.transports)
                 raise TransportUnavailable(f"none of {names} reads windows in {memory} memory{reason and ': '}{reason}")
             self._owned = owned.pop_all()
 

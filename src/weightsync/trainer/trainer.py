@@ -52,7 +52,8 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.round_log import MissedReplicas, log_result
 from weightsync.protocol.worker import received_for
-from weightsync.publishing.published_shards import network_of, publishing_transports
+from weightsync.publishing.publication import ReaderAccess
+from weightsync.publishing.published_shards import ShardOptions, network_of, publishing_transports
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.served_formats import Quantize
 from weightsync.tensors.shards import ShardedState
@@ -172,17 +173,16 @@ class Trainer(Closeable):
             may_start = start_coordinator and quantize != AS_SERVED  # engines join before this trainer
             settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, may_start)
             self.coordinator = settings.coordinator.url
-            key, network = secrets.token_bytes(32), network_of(settings)
-            allowed = self._allowed(transports, network)
+            network = network_of(settings)
+            access = ReaderAccess(self._allowed(transports, network), secrets.token_bytes(32), self._host, network)
             self._role: TrainerRole | StreamRole
             if isinstance(state, Stream):
-                self._role = StreamRole(state, allowed, key, self._host, self.rank, self.world_size, network=network, dtype=dtype)
+                self._role = StreamRole(state, access, self.rank, self.world_size, dtype=dtype)
             else:
                 ranks = None if quantize is None or self.world_size == 1 else MaximaGroup(self.rank, self.world_size)
-                self._role = TrainerRole(
-                    state, allowed, key, self._host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
-                    seeds=seeds, ranks=ranks, quantize=None if quantize is None else format_choice(quantize, settings),
-                )  # fmt: skip
+                formats = None if quantize is None else format_choice(quantize, settings)
+                options = ShardOptions(dtype, include_buffers, deltas, formats)
+                self._role = TrainerRole(state, access, options, seeds=seeds, ranks=ranks)
             owned.callback(self._role.close)
             owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)  # it finds the link closed
             self._background = Background("weightsync-publish")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,13 +13,12 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, StaleSource
 from weightsync.outcome import Latch
-from weightsync.protocol.messages import Body, ChangedWords, DigestUnderKey, Done, Host, Place, Placed
-from weightsync.publishing.published_shards import PublishedShards
+from weightsync.protocol.messages import Body, ChangedWords, DigestUnderKey, Done, Place, Placed
+from weightsync.publishing.publication import ReaderAccess
+from weightsync.publishing.published_shards import PLAIN, PublishedShards, ShardOptions
 from weightsync.tensors.digest import DigestConstants
-from weightsync.tensors.quantization import ChooseFormats
-from weightsync.tensors.shards import DTypes, ShardedState
+from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.maxima_group import MaximaGroup
-from weightsync.transports.base import LOOPBACK, Network, Transport
 
 _PLACING_SECONDS = 60.0
 
@@ -57,16 +56,10 @@ class TrainerRole(PublishedShards):
     def __init__(
         self,
         state: Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState,
-        transports: Sequence[Transport],
-        key: bytes,
-        local_host: Host,
+        access: ReaderAccess,
+        options: ShardOptions = PLAIN,
         *,
-        network: Network = LOOPBACK,
-        dtype: DTypes = None,
-        include_buffers: bool = False,
-        deltas: bool | int = False,
         seeds: bool = True,
-        quantize: ChooseFormats | None = None,
         ranks: MaximaGroup | None = None,
     ) -> None:
         self._seeds = seeds
@@ -86,10 +79,7 @@ class TrainerRole(PublishedShards):
         """Call and answer of what the region holds."""
         self._ranks = ranks
         """With the other trainer ranks, if weights are quantized."""
-        super().__init__(
-            state, transports, key, local_host, network=network, dtype=dtype, include_buffers=include_buffers, deltas=deltas,
-            quantize=quantize, all_max=None if ranks is None else ranks.all_max,
-        )  # fmt: skip
+        super().__init__(state, access, options, None if ranks is None else ranks.all_max)
         self.release()
 
     @property

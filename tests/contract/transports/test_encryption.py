@@ -20,6 +20,7 @@ from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, PeerLost, ProtocolError, WeightSyncError
 from weightsync.protocol.messages import Offer
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Network
@@ -233,7 +234,7 @@ def test_beyond_loopback_it_encrypts_unless_told_otherwise(region: PublishedRegi
 
 def test_what_cannot_encrypt_says_so() -> None:
     with pytest.raises(ConfigurationError, match="'collective' does not encrypt"):
-        TrainerRole(STATE, [Collective()], KEY, this_host(), network=Network(encrypt=True))
+        TrainerRole(STATE, ReaderAccess([Collective()], KEY, this_host(), network=Network(encrypt=True)))
 
 
 def test_an_offer_that_claims_to_be_encrypted_and_names_no_certificate_is_refused(region: PublishedRegion) -> None:

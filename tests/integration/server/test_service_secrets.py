@@ -17,6 +17,7 @@ from weightsync.cli.main import app
 from weightsync.config import ClientSettings, Secret, ServerSettings, agent_environment
 from weightsync.errors import Aborted, AuthenticationError, ConfigurationError
 from weightsync.protocol.messages import Publish, Welcome, encode
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
@@ -103,7 +104,7 @@ def test_no_value_that_holds_a_secret_shows_it() -> None:
 
 
 def test_nothing_that_a_traceback_with_variables_would_show_holds_a_key() -> None:
-    role = TrainerRole({"w": torch.zeros(4)}, [Tcp(), SharedMemory(), InProcess()], KEY, this_host())
+    role = TrainerRole({"w": torch.zeros(4)}, ReaderAccess([Tcp(), SharedMemory(), InProcess()], KEY, this_host()))
     try:
         listeners = [getattr(publisher, "_listener", publisher) for publisher in role._publishers]
         shown = [repr(vars(holder)) for holder in (role, *role._publishers, *listeners)]

@@ -11,6 +11,7 @@ from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.publishing import published_shards
 from weightsync.publishing.in_place import LiveShards, obstacle_to_in_place
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, shards_of
 from weightsync.trainer.trainer_role import TrainerRole
@@ -91,8 +92,8 @@ def test_host_memory_is_copied_and_says_why() -> None:
     assert "is among" in (obstacle_to_in_place(manifest, shards, [SharedMemory()]) or "")
     assert "not all on one CUDA device" in (obstacle_to_in_place(manifest, shards, [CudaIpc(), SharedMemory()]) or "")
     with pytest.raises(TransportUnavailable, match=r"not all on one CUDA device.*shared_memory or tcp"):
-        TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
-    role = TrainerRole(_state(), [CudaIpc(), SharedMemory()], _KEY, this_host())
+        TrainerRole(_state(), ReaderAccess([CudaIpc()], _KEY, this_host()))
+    role = TrainerRole(_state(), ReaderAccess([CudaIpc(), SharedMemory()], _KEY, this_host()))
     assert not role.live
     assert [offer.scheme for offer in role.offers] == ["shared_memory"]
     role.close()
@@ -103,12 +104,12 @@ def test_a_copy_that_does_not_fit_on_the_gpu_is_made_in_host_memory_and_said_so(
 ) -> None:
     monkeypatch.setattr(published_shards, "device_of", lambda _: torch.device("cuda:0"))
     monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: f"{device} has no room for {nbytes}")
-    role = TrainerRole(_state(), [CudaIpc(), SharedMemory()], _KEY, this_host())
+    role = TrainerRole(_state(), ReaderAccess([CudaIpc(), SharedMemory()], _KEY, this_host()))
     assert [offer.scheme for offer in role.offers] == ["shared_memory"]
     role.close()
     assert "copied to host memory: cuda:0 has no room for" in caplog.text
     with pytest.raises(TransportUnavailable, match=r"cuda:0 has no room for .*shared_memory or tcp"):
-        TrainerRole(_state(), [CudaIpc()], _KEY, this_host())
+        TrainerRole(_state(), ReaderAccess([CudaIpc()], _KEY, this_host()))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from weightsync.protocol.messages import (
     SourceAddress,
     WindowPlaced,
 )
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.staging import Staging
 from weightsync.trainer.trainer_role import TrainerRole
@@ -124,7 +125,7 @@ class Two:
         here, self.transport = this_host(), transport
         self.source = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 6))
         self.adapter = Watched(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 6)))
-        self.trainers = [TrainerRole(self.source, [InProcess()], b"k" * 32, here) for _ in range(2)]
+        self.trainers = [TrainerRole(self.source, ReaderAccess([InProcess()], b"k" * 32, here)) for _ in range(2)]
         self.engine = EngineRole(self.adapter, [transport], here)
         owned.callback(self.engine.close)
         ranks = {}

@@ -18,6 +18,7 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
 from weightsync.model import Manifest, PauseMode, Version, fold
 from weightsync.protocol.messages import Move, Pause, Place, Placed, PlanSlice, Prepare, Quarantine, Resume, Update, Updated
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.hostinfo import this_host
@@ -72,7 +73,7 @@ class Stage:
         here = this_host()
         self.source = torch.nn.Linear(6, 4, bias=False)
         self.adapter = adapter
-        self.trainer = TrainerRole(self.source, [transport("inproc")], b"k" * 32, here)
+        self.trainer = TrainerRole(self.source, ReaderAccess([transport("inproc")], b"k" * 32, here))
         owned.callback(self.trainer.close)
         self.engine = EngineRole(adapter, ["inproc"], here, alone=True)
         owned.callback(self.engine.close)

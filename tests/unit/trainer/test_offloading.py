@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from weightsync.protocol.messages import Place, Placed
+from weightsync.publishing.publication import ReaderAccess
+from weightsync.publishing.published_shards import ShardOptions
 from weightsync.tensors.quantization import formats_by_pattern
 from weightsync.tensors.shards import FollowedShards
 from weightsync.trainer.trainer_role import TrainerRole
@@ -49,7 +51,7 @@ def publish(role: TrainerRole, number: int, model: nn.Module, *, alive: weakref.
 def test_memory_that_a_program_offloads_is_free_at_once(published: int) -> None:
     model = Model()
     held = in_new_memory(model.first.weight)
-    role = TrainerRole(model, [transport("inproc")], b"k" * 32, this_host())
+    role = TrainerRole(model, ReaderAccess([transport("inproc")], b"k" * 32, this_host()))
     try:
         for number in range(published):
             publish(role, number, model, alive=held)
@@ -73,8 +75,8 @@ def test_a_trainer_that_quantizes_keeps_none_either() -> None:
     model = Model()
     held = in_new_memory(model.first.weight)
     role = TrainerRole(
-        model, [transport("inproc")], b"k" * 32, this_host(),
-        quantize=lambda manifest: formats_by_pattern(manifest, {"first.weight": "fp8-block"}),
+        model, ReaderAccess([transport("inproc")], b"k" * 32, this_host()),
+        ShardOptions(quantize=lambda manifest: formats_by_pattern(manifest, {"first.weight": "fp8-block"})),
     )  # fmt: skip
     try:
         for number, value in ((1, 2.0), (2, 3.0)):
@@ -97,7 +99,7 @@ def test_a_trainer_that_quantizes_keeps_none_either() -> None:
 
 def test_memory_stays_alive_from_the_look_to_the_end_of_the_copy() -> None:
     model = Model()
-    role = TrainerRole(model, [transport("inproc")], b"k" * 32, this_host())
+    role = TrainerRole(model, ReaderAccess([transport("inproc")], b"k" * 32, this_host()))
     try:
         held = in_new_memory(model.first.weight)
         role.arm(1, 1)

@@ -16,6 +16,7 @@ from weightsync import failpoints
 from weightsync.errors import Aborted, VersionError
 from weightsync.protocol.messages import Place, Placed
 from weightsync.publishing import published_shards
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
@@ -31,7 +32,7 @@ def weights() -> torch.Tensor:
 
 @pytest.fixture
 def role(weights: torch.Tensor) -> Iterator[TrainerRole]:
-    role = TrainerRole({"w": weights}, [transport("inproc")], b"k" * 32, this_host())
+    role = TrainerRole({"w": weights}, ReaderAccess([transport("inproc")], b"k" * 32, this_host()))
     yield role
     role.close()
 
@@ -148,7 +149,7 @@ def test_parameters_that_moved_are_followed_although_a_signal_handler_interrupte
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    role = TrainerRole(state, [transport("inproc")], b"k" * 32, this_host())
+    role = TrainerRole(state, ReaderAccess([transport("inproc")], b"k" * 32, this_host()))
     with closing(role):
         state["w"] = torch.full((64,), 2.0)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

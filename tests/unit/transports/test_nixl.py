@@ -14,6 +14,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
+from weightsync.publishing.publication import ReaderAccess
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.trainer.trainer_role import TrainerRole
@@ -150,7 +151,7 @@ def test_without_nixl_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
 @needs_nixl
 def test_a_run_that_demands_encryption_refuses_it() -> None:
     with pytest.raises(ConfigurationError, match="'nixl' does not encrypt"):
-        TrainerRole({"weight": torch.zeros(8)}, [Nixl()], KEY, this_host(), network=Network(encrypt=True))
+        TrainerRole({"weight": torch.zeros(8)}, ReaderAccess([Nixl()], KEY, this_host(), network=Network(encrypt=True)))
 
 
 @needs_nixl

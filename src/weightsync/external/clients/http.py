@@ -52,34 +52,22 @@ class HttpCall(NamedTuple):
 class GroupSpec(NamedTuple):
     """A process group that the engine shall join: the trainer is rank 0, the engine's ranks follow from ``rank_offset``."""
 
-    address: str
-    port: int
+    master_address: str
+    master_port: int
     rank_offset: int
     world_size: int
-    name: str
+    group_name: str
     backend: Backend
 
 
 def init_group(request: GroupSpec, timeout: float | None = None) -> HttpCall:
     """Join a group, as LMDeploy and SGLang have it. Only weightsync's own routes take a ``timeout`` in seconds."""
-    return HttpCall("POST", "/init_weights_update_group", group_body(request) | ({} if timeout is None else {"timeout": timeout}))
+    return HttpCall("POST", "/init_weights_update_group", request._asdict() | ({} if timeout is None else {"timeout": timeout}))
 
 
 def destroy_group(name: str) -> HttpCall:
     """Leave a group, as LMDeploy, SGLang and weightsync's own routes have it."""
     return HttpCall("POST", "/destroy_weights_update_group", {"group_name": name})
-
-
-def group_body(request: GroupSpec) -> dict[str, Any]:
-    """The body of :func:`init_group`."""
-    return {
-        "master_address": request.address,
-        "master_port": request.port,
-        "rank_offset": request.rank_offset,
-        "world_size": request.world_size,
-        "group_name": request.name,
-        "backend": request.backend,
-    }
 
 
 def bucket_body(specs: Sequence[TensorSpec], group: str, *, flattened: bool = True) -> dict[str, Any]:

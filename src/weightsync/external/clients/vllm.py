@@ -16,7 +16,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.errors import LoadError
 from weightsync.external.clients.base import UpdateClient
-from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, group_body, tensors_body
+from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 MISSING_ROUTE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
@@ -92,7 +92,7 @@ class VLLMClient(UpdateClient):
 
     def _init(self, request: GroupSpec) -> HttpCall:
         tensors = {} if self._manifest is None else {"tensors": tensors_body(self._manifest)}
-        return init_engine(group_body(request) | tensors)
+        return init_engine(request._asdict() | tensors)
 
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
         """The workers compare these tensors with theirs when they join, which comes before the pause."""

@@ -37,7 +37,7 @@ from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
 from weightsync.transports.net.frames import wanted_tiles
-from weightsync.transports.net.listening_publisher import ListeningPublisher
+from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher
 from weightsync.transports.net.messages import (
     ANSWER_SECONDS,
     ControlMessage,
@@ -248,7 +248,7 @@ class BroadcastPublisher(ListeningPublisher):
         wire: SendingWire,
         key: bytes,
         local_host: Host,
-        where: tuple[str, int, str | None],
+        listen: ListenAddress,
         gather_seconds: float,
     ) -> None:
         self._region, self._layout_digest, self._sizes = region, region.layout_digest, region.sizes
@@ -265,7 +265,7 @@ class BroadcastPublisher(ListeningPublisher):
         self._apart = EMPTY
         """The version whose windows go to each reader alone."""
         try:
-            super().__init__(transport, key, local_host, *where)
+            super().__init__(transport, key, local_host, listen)
         except BaseException:
             wire.close()
             raise

@@ -30,7 +30,7 @@ from weightsync.transports.base import LOOPBACK, Network, Reader
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER, BroadcastReader, ReceivingWire
 from weightsync.transports.broadcast.sender import BroadcastPublisher, SendingWire
 from weightsync.transports.net.dialer import dialer
-from weightsync.transports.net.listening_publisher import NetworkTransport, PublisherAddress
+from weightsync.transports.net.listening_publisher import ListenAddress, NetworkTransport, PublisherAddress
 
 _MOST_SECONDS = 3600.0
 _MOST_BUFFERS = 16
@@ -112,8 +112,8 @@ class Broadcast(NetworkTransport):
 
     def publish(self, region: Any, key: bytes, local_host: Host, network: Network = LOOPBACK) -> BroadcastPublisher:  # noqa: ANN401
         """See :class:`weightsync.transports.base.Transport`."""
-        where = self._bind or network.address, self._port, self._advertise
-        return BroadcastPublisher(self, region, self.sending(region), key, local_host, where, self.gather_seconds)
+        listen = ListenAddress(self._bind or network.address, self._port, self._advertise)
+        return BroadcastPublisher(self, region, self.sending(region), key, local_host, listen, self.gather_seconds)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> Reader:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -191,17 +191,32 @@ class Channel:
 
         Another thread may do so while nothing else is received.
         """
+        data = self.receive_some(HEADER.size, deadline, "waiting for", socket.MSG_PEEK | socket.MSG_WAITALL)
+        if len(data) < HEADER.size:
+            raise self.lost()
+        return FrameHeader.unpack(data).kind
+
+    def receive_some(self, most: int, deadline: Deadline, what: str, flags: int = 0) -> bytes:
+        """Receive at most ``most`` bytes from the socket itself, at least one.
+
+        Raises:
+            DeadlineExceeded: ``what`` names the wait.
+            PeerLost: The peer closed.
+            Aborted: This end aborted.
+        """
         while True:
-            self.bound(socket.SO_RCVTIMEO, deadline, "waiting for")
+            self.bound(socket.SO_RCVTIMEO, deadline, what)
             try:
-                data = self.socket.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_WAITALL)
+                data = self.socket.recv(most, flags)
             except BlockingIOError:
+                if self.aborted:
+                    raise self.lost() from None
                 continue
             except OSError as error:
                 raise self.lost(error) from error
-            if len(data) < HEADER.size:
+            if not data:
                 raise self.lost()
-            return FrameHeader.unpack(data).kind
+            return data
 
     def wait_for_end(self) -> None:
         """Return when the peer closes the connection or says anything, or :meth:`abort` is called."""

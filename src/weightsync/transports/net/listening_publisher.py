@@ -65,19 +65,23 @@ class NetworkTransport(Transport):
         return offer.host.name == local_host.name or not is_loopback(host)
 
 
+class ListenAddress(NamedTuple):
+    """Where a publisher listens, the host that it names to readers (by default ``bind``), and whether readers must encrypt.
+
+    ``encrypt=None`` means: on every address but loopback. Port 0 selects a free one.
+    """
+
+    bind: str
+    port: int = 0
+    advertise: str | None = None
+    encrypt: bool | None = False
+
+
 class ListeningPublisher(ABC):
     """Listens on one address for ``transport``, and serves each authenticated reader in a thread."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        key: bytes,
-        local_host: Host,
-        bind: str,
-        port: int,
-        advertise: str | None,
-        encrypt: bool | None = False,  # None: beyond loopback
-    ) -> None:
+    def __init__(self, transport: Transport, key: bytes, local_host: Host, listen: ListenAddress) -> None:
+        bind, port, advertise, encrypt = listen
         publisher_id = secrets.token_bytes(ID_BYTES)
         try:
             family, kind, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

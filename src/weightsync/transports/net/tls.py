@@ -116,7 +116,7 @@ class EncryptedChannel(Channel):
         publisher = self._fingerprint is None
         if publisher:
             self._expect_tls(deadline)
-        handshake = _Handshake(self._context, publisher, super().send, self._receive_some, deadline)
+        handshake = _Handshake(self._context, publisher, super().send, self._receive_handshake, deadline)
         try:
             handshake.run(handshake.tls.do_handshake)
             if self._fingerprint is not None:
@@ -144,7 +144,7 @@ class EncryptedChannel(Channel):
             )
 
     def _expect_tls(self, deadline: Deadline) -> None:
-        first = self._receive_some(1, deadline, socket.MSG_PEEK)
+        first = self._receive_handshake(1, deadline, socket.MSG_PEEK)
         if first == _HANDSHAKE:
             return
         with suppress(OSError):
@@ -152,21 +152,8 @@ class EncryptedChannel(Channel):
             self.socket.send(ENCRYPTED_ONLY)
         raise AuthenticationError(f"{self.peer} came without encryption")
 
-    def _receive_some(self, most: int, deadline: Deadline, flags: int = 0) -> bytes:
-        """At least one byte, and at most ``most``, as they come."""
-        while True:
-            self.bound(socket.SO_RCVTIMEO, deadline, "a TLS handshake with")
-            try:
-                data = self.socket.recv(most, flags)
-            except BlockingIOError:
-                if self.aborted:
-                    raise self.lost() from None
-                continue
-            except OSError as error:
-                raise self.lost(error) from error
-            if not data:
-                raise self.lost()
-            return data
+    def _receive_handshake(self, most: int, deadline: Deadline, flags: int = 0) -> bytes:
+        return self.receive_some(most, deadline, "a TLS handshake with", flags)
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
         """See :meth:`Channel.receive_into`. Also raises :class:`~weightsync.errors.AuthenticationError` for what was altered."""

@@ -27,7 +27,7 @@ from weightsync.transports.host.region import HEADER_BYTES, PublishedRegion
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.dialer import dialer
 from weightsync.transports.net.frames import wanted_tiles
-from weightsync.transports.net.listening_publisher import ListeningPublisher, NetworkTransport, PublisherAddress
+from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import Handlers, Ready, RegisterTiles, TableBudget, serve_requests
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices, span_of
 from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
@@ -156,7 +156,7 @@ class NixlPublisher(ListeningPublisher):
         self._current = _Registration(region, self._options, self._buffer_bytes)
         self.budget = TableBudget(self._total)
         try:
-            super().__init__(transport, key, local_host, bind, 0, None, False)
+            super().__init__(transport, key, local_host, ListenAddress(bind))
         except BaseException:
             self._current.close()
             raise

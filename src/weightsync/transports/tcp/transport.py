@@ -23,7 +23,7 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import DATA, END, Channel, FrameHeader
 from weightsync.transports.net.dialer import dialer
 from weightsync.transports.net.frames import FRAME_BYTES, frames_of, wanted_tiles
-from weightsync.transports.net.listening_publisher import ListeningPublisher, NetworkTransport, PublisherAddress
+from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import Ready, RegisterTiles, Start, TableBudget, serve_requests, transfer_deadline
 from weightsync.transports.net.tls import EncryptedChannel, reader_context
 from weightsync.transports.tcp.receiver import StreamReader
@@ -79,19 +79,9 @@ class Sender:
 class TcpPublisher(ListeningPublisher):
     """Sends each reader what it asks for."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        region: PublishedRegion,
-        key: bytes,
-        local_host: Host,
-        bind: str,
-        port: int,
-        advertise: str | None,
-        encrypt: bool | None = False,
-    ) -> None:
+    def __init__(self, transport: Transport, region: PublishedRegion, key: bytes, local_host: Host, listen: ListenAddress) -> None:
         self._region, self._budget = region, TableBudget(region.nbytes)
-        super().__init__(transport, key, local_host, bind, port, advertise, encrypt)
+        super().__init__(transport, key, local_host, listen)
 
     def _serve(self, channel: Channel) -> None:
         Sender(self._region, channel, self._budget, self.busy).run()
@@ -115,8 +105,8 @@ class Tcp(NetworkTransport):
     def publish(self, region: PublishedRegion, key: bytes, local_host: Host, network: Network = LOOPBACK) -> ListeningPublisher:
         """See :class:`weightsync.transports.base.Transport`."""
         encrypt = network.encrypt if self._encrypt is None else self._encrypt
-        bind = self._bind or network.address
-        return TcpPublisher(self, region, key, local_host, bind, self._port, self._advertise, encrypt)
+        listen = ListenAddress(self._bind or network.address, self._port, self._advertise, encrypt)
+        return TcpPublisher(self, region, key, local_host, listen)
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> StreamReader:
         """See :class:`weightsync.transports.base.Transport`."""

@@ -1,4 +1,4 @@
-"""A vLLM whose experts are rebalanced while it serves is refused when it starts, before it can join anything."""
+"""A worker of vLLM that starts: balancing of experts is refused, and one without a coordinator says what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.timeout(240)  # importing vLLM takes most of it
-def test_expert_load_balancing_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_load_balancing_is_refused_and_a_missing_coordinator_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from vllm.config import ParallelConfig, VllmConfig, WeightTransferConfig
     from vllm.platforms import current_platform
 
@@ -21,7 +23,12 @@ def test_expert_load_balancing_is_refused_with_the_reason(monkeypatch: pytest.Mo
     parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True)
     monkeypatch.undo()
     config, device, model = VllmConfig(), torch.device("cpu"), torch.nn.Module()
-    WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model).shutdown()
+    caplog.set_level("INFO", "weightsync")
+    for coordinator in ("", "http://head:7400"):
+        monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", coordinator)
+        WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model).shutdown()
+    missing = [record.getMessage() for record in caplog.records if "no coordinator yet" in record.getMessage()]
+    assert len(missing) == 1, "with a coordinator in the environment it joins by itself"
     config.parallel_config = parallel
     with pytest.raises(ConfigurationError, match=r"--enable-eplb.*Start vLLM without it"):
         WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model)

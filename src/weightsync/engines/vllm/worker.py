@@ -68,6 +68,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         warn_if_untested("vllm")
         super().__init__(*args, **kwargs)
         refuse_balancing(self.parallel_config)
+        if not variable("WEIGHTSYNC_COORDINATOR"):
+            _log.info("weightsync: no coordinator yet: set WEIGHTSYNC_COORDINATOR before vLLM starts, or call attach_server()")
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None

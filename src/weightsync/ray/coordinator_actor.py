@@ -22,10 +22,10 @@ _KEPT: tuple[SecretKind, ...] = ("token", "operator")
 def cluster_settings(port: int = 0, **given: object) -> ServerSettings:
     """Settings of a coordinator that other nodes can reach: this node's address and a token.
 
-    The environment takes precedence over these defaults, and ``given`` over the environment.
+    The environment takes precedence over these defaults, and what is ``given``, or a port other than 0, over the environment.
     """
-    defaults = {"WEIGHTSYNC_HOST": ray.util.get_node_ip_address(), "WEIGHTSYNC_PORT": str(port)}
-    return with_token(ServerSettings.load(None, defaults, **given))
+    defaults = {"WEIGHTSYNC_HOST": ray.util.get_node_ip_address(), "WEIGHTSYNC_PORT": "0"}
+    return with_token(ServerSettings.load(None, defaults, **given, **({"port": port} if port else {})))
 
 
 def with_token(settings: ServerSettings) -> ServerSettings:

@@ -42,6 +42,7 @@ from weightsync.server.client import Client
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 
 from weightsync.ray import Manager, start_coordinator  # noqa: E402 - after the look for Ray
+from weightsync.ray.coordinator_actor import cluster_settings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = 32 << 10
@@ -354,6 +355,12 @@ def test_a_dead_trainer_actor_is_named_at_once(world: World) -> None:
                 manager.update_weights(world.number + 1, timeout=300)
         assert time.monotonic() - begun < TIMEOUT, "the other rank waited for the dead one"
         ray.kill(world.trainers[0])
+
+
+def test_a_port_that_is_given_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a coordinator that Ray restarts listens elsewhere than its agents look."""
+    monkeypatch.setenv("WEIGHTSYNC_PORT", "7111")
+    assert [cluster_settings(port).port for port in (0, 7222)] == [7111, 7222]
 
 
 def test_without_ray_the_error_names_the_extra() -> None:

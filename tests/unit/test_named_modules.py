@@ -56,6 +56,8 @@ def _names(module: Path) -> set[str]:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names.add(node.name)
+            case ast.ImportFrom(module=str(source), names=[ast.alias("*")]) if source.startswith("weightsync."):
+                names |= _names(ROOTS["weightsync"].joinpath(*source.split(".")[1:]).with_suffix(".py"))
             case ast.Import() | ast.ImportFrom():
                 names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
             case ast.Call(func=ast.Name("exec")):

@@ -130,7 +130,9 @@ def test_readers_at_one_address_do_not_keep_others_out(owner: ListeningPublisher
         others = [arrive("127.0.0.3") for _ in range(2)]
         assert [lives(one) for one in (*thieves, *others)] == [False, False, True, True, True, True]
         arrive("127.0.0.3")  # as many as at the other address: one of its own goes
-        assert [lives(one) for one in (*thieves[2:], *others)] == [True, True, False, True]
+        left = [lives(one) for one in (*thieves[2:], *others)]
+        assert left[:2] == [True, True]
+        assert sum(left[2:]) == 1  # the owner may have taken up the second before the first
 
 
 def test_a_reader_at_a_crowded_address_gets_in_and_comes_back(owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ class _Adapter(ModuleAdapter):
     def _perhaps(self, point: str) -> None:
         world = self._process.world
         if not hasattr(self._process, "link"):
-            return  # its process is only starting: if that failed, nobody would start it again
+            return  # its process is starting, and is not started again if that fails
         if not world.calm and world.pending.pop((self._process.member, point), None) is not None:
             world.hit(f"raised in {point}", self._process, 5.0)
             raise LoadError(f"{self._process.member} was told to raise in {point}")

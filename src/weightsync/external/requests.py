@@ -50,7 +50,7 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateRequest(Tensors, frozen=True, kw_only=True):
-    """``POST /update_weights_from_distributed``: one bucket, broadcast by the trainer meanwhile. Answered when it is loaded."""
+    """``POST /update_weights_from_distributed``: one bucket, which the trainer broadcasts. Answered when it is loaded."""
 
     group_name: GroupName = DEFAULT_GROUP
     load_format: Literal["flattened_bucket"] | None = None

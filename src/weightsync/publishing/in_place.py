@@ -29,7 +29,7 @@ from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.host.region import EMPTY
 
 _log = logging.getLogger(__name__)
-_RESERVE = 4 << 30  # of host memory: pinned bytes are nobody else's, however short it becomes
+_RESERVE = 4 << 30  # bytes of host memory that stay free, because what is pinned cannot be taken back when memory runs short
 
 State = Mapping[str, torch.Tensor] | torch.nn.Module | ShardedState
 
@@ -109,7 +109,7 @@ class InPlacePublisher:
     def _keep_on_host(self, nbytes: int, sections: Sections, why: str) -> str | None:
         """Take pinned host memory for the last version. Returns why there is none."""
         if (free := available_bytes()) is not None and free - _RESERVE < nbytes:
-            return f"{why}; of host memory {free:,} bytes are available"
+            return f"{why}; of host memory {free:,} bytes are available, of which {_RESERVE:,} must stay free"
         try:
             self._pinned = Pinned(np.empty(nbytes, np.uint8), self._device)
         except TransportUnavailable as error:

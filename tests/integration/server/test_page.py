@@ -260,6 +260,33 @@ def test_adapters_are_shown_by_name_and_version_where_there_are_any(page: Page) 
     page.locator("#with-adapters").wait_for(state="hidden")
 
 
+def test_the_footer_says_what_runs_explains_the_words_and_saves_what_is_shown(page: Page) -> None:
+    data = json.loads(DATA.read_text())
+    data["/v1/status"]["started"] = data["/v1/status"]["now"] - 7200
+    page.route("**/*", answers(data))
+    page.goto(ADDRESS)
+    page.locator("#waterfall .bar").first.wait_for()
+    release = re.escape(data["/v1/status"]["release"])
+    shown = page.locator("footer p").first.inner_text()
+    assert re.match(rf"weightsync {release} · coordinator up 2 h · state of \d\d:\d\d:\d\d, \d+ s old", shown)
+    page.evaluate("arrived -= 90_000")
+    text_with(page, re.compile(r"state of .*, 2 min old"))
+    words = page.locator("#words dt").all_text_contents()
+    assert {"serving", "out of service", "versions behind", "state since", "verified"} <= set(words)
+    heads = set(page.locator("thead th[title]").all_text_contents())
+    assert heads == {"versions behind", "state since", "verified", "pause", "ranks", "round"}, "columns have the names explained"
+    assert not page.locator("#words").is_visible()
+    page.get_by_text("What the words mean").click()
+    assert page.locator("#words").is_visible()
+    for name in ("status", "rounds", "trace"):
+        with page.expect_download() as download:
+            page.locator(f"#save-{name}").click()
+        assert download.value.suggested_filename == f"weightsync-{name}.json"
+        assert json.loads(download.value.path().read_text()) == data[f"/v1/{name}"]
+    check_accessibility(page)
+    check_width(page)
+
+
 def test_the_focus_runs_from_the_problems_down_and_a_refresh_leaves_it(page: Page) -> None:
     data = json.loads(DATA.read_text())
     page.route("**/*", answers(data))

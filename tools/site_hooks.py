@@ -14,6 +14,8 @@ __all__ = ["on_files", "on_page_markdown"]
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+BOOSTED = ("tutorial.md", "guides/operations.md", "reference/errors.md")
+"""Pages that answer what people search for. GitHub shows front matter as a table, so it is not in the pages."""
 _UNTESTED = re.compile(r"^```python notest$", re.MULTILINE)
 """What tests leave out. Markdown's parser takes no such word."""
 _CODE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -28,7 +30,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links that leave ``docs``: to a page of the root, or to the path as text. Drop the mark of code that no test runs."""
+    """Rewrite links that leave ``docs``: to a page of the root, or to the path as text. Drop the mark of code that no test runs.
+
+    Mark pages that the search ranks higher.
+    """
+    if page.file.src_uri in BOOSTED:
+        page.meta["search"] = {"boost": 2}
     here = posixpath.dirname(page.file.src_uri)
     folder = here if page.file.src_uri in ROOT_PAGES else posixpath.join("docs", here)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,12 @@ def test_links_that_leave_docs_lead_to_a_page_or_become_text(site: Path) -> None
     assert 'href="../CHANGELOG.html"' in text
     assert "examples/grpo</code> in the repository" in (site / "benchmarks" / "grpo.html").read_text()
     assert 'href="architecture.html#one-sided-reads"' in (site / "CHANGELOG.html").read_text()
+
+
+def test_the_search_ranks_the_pages_that_people_look_for_higher(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    boosted = {entry["location"].partition("#")[0] for entry in entries if entry.get("boost") == 2}
+    assert boosted == {"tutorial.html", "guides/operations.html", "reference/errors.html"}
 
 
 def test_a_wrong_link_fails_the_build(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 from html import escape
 from typing import Any
 
-__all__ = ["delivery", "kill", "peers", "states", "timeline", "torn", "training"]
+__all__ = ["architecture", "delivery", "kill", "peers", "states", "timeline", "torn", "training"]
 
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1c2733}
@@ -104,6 +104,36 @@ def peers(data: Any) -> str:
 def _bar(row: Any) -> tuple[int, int]:
     low, high = row["pause_to_resume" if row["of"] == "weightsync" else "move"]
     return low, high
+
+
+def architecture(data: Any) -> str:
+    """Draw who sends what to whom, in the order of an update."""
+    canvas = _Canvas(900, 560, data["title"], data["description"])
+    canvas.box(290, 0, 320, 90, "panel")
+    for line, text in enumerate(data["coordinator"]):
+        canvas.text(450, 36 + 32 * line, text, 22 if line == 0 else 19, anchor="middle", bold=line == 0)
+    for x, side in ((0, "trainer"), (620, "engine")):
+        canvas.box(x, 140, 280, 360, "panel")
+        canvas.text(x + 140, 172, data[side]["title"], 22, anchor="middle", bold=True)
+    for rank in range(4):
+        canvas.label(20, 188 + 76 * rank, 240, 62, data["trainer"]["rank"].format(rank), "ours")
+    for replica in range(2):
+        canvas.box(632, 184 + 156 * replica, 256, 148)
+        canvas.text(646, 208 + 156 * replica, data["engine"]["replica"].format(replica), 19)
+        for rank in range(2):
+            canvas.label(646, 218 + 156 * replica + 56 * rank, 228, 48, data["engine"]["rank"].format(rank), "good")
+            for source in (rank, rank + 2):
+                canvas.arrow(264, 219 + 76 * source, 642, 242 + 156 * replica + 56 * rank, "ours-line")
+    canvas.arrow(140, 136, 286, 60)
+    canvas.arrow(614, 60, 760, 136)
+    for line, text in enumerate(data["publish"]):
+        canvas.text(190, 44 + 26 * line, text, 20, anchor="end")
+    for line, text in enumerate(data["commands"]):
+        canvas.text(716, 44 + 26 * line, text, 20)
+    for line, text in enumerate(data["bytes"]):
+        canvas.text(450, 146 + 26 * line, text, 20, anchor="middle")
+    canvas.text(0, 540, data["note"], 20, "soft")
+    return canvas.svg()
 
 
 def delivery(data: Any) -> str:

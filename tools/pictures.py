@@ -22,6 +22,8 @@ __all__ = ["PICTURES", "drawn", "stamp"]
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
 FOLDER = ROOT / "docs" / "pictures"
+FAULTS = {"late, lazy": "too late,\nor nothing\nloaded", "read replicas": "source\nreplica fails"}
+"""Plain heads for two columns of the fault campaign."""
 OURS, PEER, DARK, LIGHT = "#3f51b5", "#9e9e9e", "#263238", "#eceff1"
 
 
@@ -46,53 +48,6 @@ def _svg(figure: Any, title: str) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def architecture(data: Any) -> str:
-    """Draw who talks to whom."""
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-
-    figure, axes = _figure(9.6, 4.4)
-    axes.set(xlim=(0, 96), ylim=(0, 44))
-    axes.axis("off")
-
-    def box(x: float, y: float, width: float, height: float, text: str, colour: str, on: str = "white", size: float = 9) -> None:
-        axes.add_patch(
-            FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=1.1", facecolor=colour, edgecolor="none")
-        )
-        axes.text(x + width / 2, y + height / 2, text, color=on, size=size, ha="center", va="center")
-
-    def arrow(start: tuple[float, float], end: tuple[float, float], colour: str, width: float, style: str = "-|>") -> None:
-        axes.add_patch(
-            FancyArrowPatch(
-                start, end, arrowstyle=style, mutation_scale=9, color=colour, linewidth=width, shrinkA=0, shrinkB=0,
-                linestyle="--" if width < 1.2 else "-", connectionstyle="arc3,rad=0",
-            )
-        )  # fmt: skip
-
-    box(0, 0, 27, 30, "", LIGHT)
-    axes.text(13.5, 27.4, data["trainer"]["title"], size=10, ha="center", weight="bold", color=DARK)
-    for rank in range(4):
-        box(3, 19.6 - 6 * rank, 21, 4.8, data["trainer"]["rank"].format(rank), OURS)
-    box(61, 0, 35, 30, "", LIGHT)
-    axes.text(78.5, 27.4, data["engine"]["title"], size=10, ha="center", weight="bold", color=DARK)
-    for replica in range(2):
-        box(63, 14 - 12.5 * replica, 31, 11.6, "", "#cfd8dc")
-        axes.text(64, 18.4 - 10.4 * replica, data["engine"]["replica"].format(replica), size=8, va="center", color=DARK)
-        for rank in range(2):
-            box(75, 20 - 12.5 * replica - 5.4 * rank, 17.5, 4.6, data["engine"]["rank"].format(rank), "#00796b")
-    box(33, 36, 28, 7, data["coordinator"], DARK)
-    for rank in range(4):
-        for target in range(4):
-            if (rank + target) % 2 == 0 or rank == target:
-                y = 22.3 - 5.4 * (target % 2) - 12.5 * (target // 2)
-                arrow((24.4, 22 - 6 * rank), (74.6, y), "#5c6bc0", 1.4)
-    axes.text(44, 26.4, data["bytes"], size=8.6, ha="center", va="center", color="#3949ab")
-    arrow((13.5, 30.3), (32.6, 39.5), DARK, 1.0, "<|-|>")
-    arrow((78.5, 30.3), (61.4, 39.5), DARK, 1.0, "<|-|>")
-    axes.text(16.5, 37.6, data["publish"], size=8.6, ha="center", va="center", color=DARK)
-    axes.text(78.5, 37.6, data["commands"], size=8.6, ha="center", va="center", color=DARK)
-    return _svg(figure, "Who sends what to whom")
-
-
 def waterfall(data: Any) -> str:
     """Draw the phases of a round, a row for each rank."""
     figure, axes = _figure(9.6, 3.6)
@@ -104,7 +59,6 @@ def waterfall(data: Any) -> str:
         "copy": "#7986cb", "digest": "#9fa8da", "plan": "#b0bec5", "sum": "#78909c", "verify": "#37474f", "pause": "#ef9a9a",
         "read": "#26a69a", "load": "#80cbc4", "finish": "#ffb74d", "flush": "#ffb74d", "resume": "#ffb74d", "connect": "#ce93d8",
     }  # fmt: skip
-    seen: dict[str, Any] = {}
     for event in sorted(spans, key=lambda event: event["ts"]):
         kind, _, source = event["name"].partition(" ")
         row, start, length = rows.index(event["args"]["member"]), (event["ts"] - started) / 1e3, event["dur"] / 1e3
@@ -112,10 +66,12 @@ def waterfall(data: Any) -> str:
             continue
         lane = 0.2 if source.endswith("/1") else -0.2 if source.startswith("trainer/") else 0.0
         height = 0.36 if lane else 0.74
-        seen[kind] = axes.barh(row + lane, max(length, 0.5), left=start, height=height, color=colours[kind])
-        if length > 8 and kind in ("read", "copy"):
-            label = f"{kind}{f' from {source}' if source else ''}, {length:.0f} ms"
+        axes.barh(row + lane, max(length, 0.5), left=start, height=height, color=colours[kind])
+        label = f"{kind}{f' from {source}' if source else ''}, {length:.{0 if length >= 1 else 1}f} ms"
+        if length > 8:
             axes.text(start + 1, row + lane, label, size=7.5, va="center", color="white")
+        elif kind in ("sum", "verify"):
+            axes.text(start - 0.5, row, label.replace(f" from {source}", ""), size=7.5, va="center", ha="right", color=DARK)
     phases = {event["name"]: event for event in data["traceEvents"] if event.get("cat") == "replica"}
     paused, resumed = phases["move"]["ts"] - started, phases["commit"]["ts"] + phases["commit"]["dur"] - started
     axes.axvspan(paused / 1e3, resumed / 1e3, color="#fff3e0", zorder=0)
@@ -128,9 +84,11 @@ def waterfall(data: Any) -> str:
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds. Clocks of ranks are aligned to {other['clock_error_us'] / 1e3:.1f} ms")
     nbytes = sum(event["args"].get("bytes", 0) for event in spans)
-    title = f"One round: {nbytes / 2**20:.0f} MiB through shared memory in {1e3 * other['seconds']:.0f} ms, on 2 cores"
+    title = (
+        f"The engine is paused for {(resumed - paused) / 1e3:.0f} ms of a round of {1e3 * other['seconds']:.0f} ms: "
+        f"{nbytes / 1e6:.0f} MB through shared memory, on 2 cores"
+    )
     axes.set_title(title, loc="left", size=10.5)
-    axes.legend(seen.values(), seen, ncols=8, loc="upper center", bbox_to_anchor=(0.45, -0.2), frameon=False, fontsize=8)
     _plain(axes)
     return _svg(figure, "A round by rank and phase")
 
@@ -153,17 +111,19 @@ def grpo(data: Any) -> str:
         right.bar([age + 0.4 * index - 0.2 for age in ages], shares, width=0.38, color=colour, label=name)
     left.set(xlabel="training step", ylabel="reward, mean of 10 steps", ylim=(0, 0.8))
     left.legend(frameon=False, fontsize=9)
-    right.set(xlabel="staleness of a sample's oldest token, in versions", ylabel="share of samples")
+    right.set(xlabel="age of the oldest token, in versions", ylabel="share of samples")
     right.set_xticks(range(4))
     for axes in (left, right):
         _plain(axes)
+    rewards = " and ".join(f"{run['reward_last']:.2f} {run['mode'].replace('-', ' ')}" for run in reversed(data))
+    figure.suptitle(f"Reward of the last 20 steps: {rewards}", x=0.01, ha="left", size=11, weight="bold")
     return _svg(figure, "Reward and staleness of GRPO on vLLM")
 
 
 def faults(data: Any) -> str:
     """Draw how many cases of each fault ran over each transport, and how they ended."""
-    figure, axes = _figure(9.6, 3.5)
-    rows, columns = list(data["cases"]), data["faults"]
+    figure, axes = _figure(9.6, 3.9)
+    rows, columns = list(data["cases"]), [FAULTS.get(fault, fault) for fault in data["faults"]]
     for row, name in enumerate(rows):
         for column, count in enumerate(data["cases"][name]):
             axes.barh(row, 0.94, left=column - 0.47, height=0.86, color=LIGHT if count is None else "#66bb6a")
@@ -175,9 +135,14 @@ def faults(data: Any) -> str:
     axes.invert_yaxis()
     for spine in axes.spines.values():
         spine.set_visible(False)
+    cases, answers = (sum(run[key] for run in data["runs"]) for key in ("cases", "requests"))
+    wrong = data["torn_responses"] + data["mislabelled_responses"]
+    axes.set_title(
+        f"{cases:,} cases of injected faults, {answers:,} answers, {wrong} wrong", loc="left", size=11, weight="bold", pad=12
+    )
     axes.set_xlabel(
-        f"number of cases; {sum(run['requests'] for run in data['runs']):,} requests answered meanwhile: "
-        f"{data['torn_responses']} torn, {data['mislabelled_responses']} mislabelled; {data['hangs']} hangs, {data['leaks']} leaks"
+        f"Number of cases. Grey: not in the campaign.\n{data['torn_responses']} half-updated answers, "
+        f"{data['mislabelled_responses']} with a wrong version, {data['hangs']} hangs, {data['leaks']} leaks"
     )
     return _svg(figure, "Cases of the fault campaign")
 
@@ -212,7 +177,7 @@ def demo(data: Any) -> str:
 
 
 PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {
-    "architecture": (architecture, "architecture.json"),
+    "architecture": (diagrams.architecture, "architecture.json"),
     "waterfall": (waterfall, "round.json"),
     "peers": (diagrams.peers, "peers.json"),
     "delivery": (diagrams.delivery, "delivery.json"),

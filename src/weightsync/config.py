@@ -197,9 +197,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The token, here and on every agent. A coordinator on loopback generates one if it is given none, and clients of the same user
     on the same machine find it."""
     operator_token: Secret | None = None
-    """The operator's token, which ``weightsync revoke`` and ``weightsync update`` need. No worker may have it. A
-    coordinator on loopback generates one if it is given none, and the same user's commands find it. Beyond loopback these commands
-    are refused without it."""
+    """The operator's token, which ``weightsync revoke`` and ``weightsync update`` need. No worker may have it. A coordinator on
+    loopback generates one, and the same user's commands find it. Beyond loopback these commands are refused without it."""
     metrics_token: Secret | None = None
     """A token that admits to ``/metrics`` only, for Prometheus. A coordinator on loopback generates one if it is given none."""
     tls_certificate: Path | None = None

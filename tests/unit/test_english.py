@@ -19,6 +19,7 @@ HELP = ("cli", "commands.py", "config.py")
 """Folders and files whose docstrings are help texts, or rows of the table of settings."""
 CODE_COLUMNS = 84
 CHANGELOG_LINES = 25
+CELL_WORDS = 40
 
 _THING = "(?:copy|call|launch|line|row|process|broadcast|reshard|allocation|region)"
 _UNIT = "(?:rank|tensor|round|replica|GPU|batch|bucket|window|column|launch)"
@@ -143,6 +144,19 @@ def test_tables_have_heads() -> None:
         if not all(cell.strip() for cell in match[1].strip("|").split("|"))
     ]
     assert not found, "\n".join(found)
+
+
+def test_tables_have_short_cells() -> None:
+    """A long cell is a wall on a phone: details go into a list or a paragraph below the table. A link counts by its text."""
+    long = [
+        f"{where(page)}:{number}: {len(words)} words: {' '.join(words[:6])} ..."
+        for page in PAGES
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", re.sub(r"\]\([^)]*\)", "]", line))
+        if len(words := cell.split()) > CELL_WORDS
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_the_changelog_is_short() -> None:

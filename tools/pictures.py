@@ -11,7 +11,6 @@ import io
 import json
 import re
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,10 @@ FOLDER = ROOT / "docs" / "pictures"
 FAULTS = {"late, lazy": "too late,\nor nothing\nloaded", "read replicas": "source\nreplica fails"}
 """Plain heads for two columns of the fault campaign."""
 OURS, PEER, DARK, LIGHT = "#3f51b5", "#9e9e9e", "#263238", "#eceff1"
+
+
+_DARK = "@media(prefers-color-scheme:dark){#figure_1{filter:invert(.9) hue-rotate(180deg)}}"
+"""Style of Matplotlib's pictures on dark pages: light and dark change places, hues stay."""
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -45,7 +48,8 @@ def _plain(axes: Any) -> None:
 def _svg(figure: Any, title: str) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    drawing = text.getvalue().replace("</style>", f"{_DARK}</style>", 1)
+    return "\n".join(line.rstrip() for line in drawing.splitlines())
 
 
 def waterfall(data: Any) -> str:
@@ -148,32 +152,27 @@ def faults(data: Any) -> str:
 
 
 def demo(data: Any) -> str:
-    """Draw a terminal in which the demo's lines appear, as fast as they came but for long waits."""
+    """Draw a terminal with the demo's output: all of it at once, without the columns that say little of so small a model."""
     from rich._export_format import CONSOLE_SVG_FORMAT
     from rich.console import Console
     from rich.text import Text
 
-    width = 2 + max(len(line["text"]) for line in data["lines"])
-    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Text.assemble(("$ ", "bold green"), (data["command"], "bold")), soft_wrap=True)
-    shown, moments, before = 0.8, [0.0], 0.0
-    for line in data["lines"]:
-        shown += min(line["seconds"] - before, 0.9)
-        before = line["seconds"]
-        moments.append(shown)
-        console.print(f"[bold green]{escape(line['text'])}[/]" if line["text"].startswith("ok:") else line["text"], soft_wrap=True)
-    template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no request to another host
-    text = console.export_svg(title="weightsync", unique_id="demo", code_format=template)
-    style = (
-        "@keyframes appear { from { opacity: 0 } to { opacity: 1 } }\n"
-        "@media (prefers-reduced-motion: no-preference) { .demo-matrix text { animation: appear 1ms both } }\n    </style>"
+    texts = [part for line in data["lines"] for part in re.split(r"(?<=:) (?=0 torn)|(?<=;) (?=direct)", line["text"])]
+    head = next(text for text in texts if text.split()[:2] == ["version", "replica"])
+    start = head.index("commit") + len("commit")
+    paused, digest, last = (head.index(name) for name in (" paused", "digest", "tokens"))
+    row = re.compile(r" (?:version|─|\d+ +replica)")
+    texts = [text[:start] + text[paused:digest] + text[last:] if row.match(text) else text for text in texts]
+    console = Console(
+        record=True, width=2 + max(map(len, texts)), file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-
-    def delayed(match: re.Match[str]) -> str:
-        return f'<text style="animation-delay: {moments[int(match[2])]:.1f}s"{match[1]}clip-path="url(#demo-line-{match[2]})"'
-
-    text = re.sub(r'<text([^>]*)clip-path="url\(#demo-line-(\d+)\)"', delayed, text.replace("</style>", style, 1))
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    console.print(Text.assemble(("$ ", "bold green"), (data["command"], "bold")), soft_wrap=True)
+    for text in texts:
+        console.print(Text(text, style="bold green" if text.startswith("ok:") else ""), soft_wrap=True)
+    template = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # no request to another host
+    return "\n".join(
+        line.rstrip() for line in console.export_svg(title="weightsync", unique_id="demo", code_format=template).splitlines()
+    )
 
 
 PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {

@@ -36,6 +36,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """
     if page.file.src_uri in BOOSTED:
         page.meta["search"] = {"boost": 2}
+    if page.file.src_uri == "README.md":  # its list of pages is for GitHub; the site has a navigation
+        markdown = re.sub(r"^## Pages$.*?^<!-- end -->$", "", markdown, flags=re.MULTILINE | re.DOTALL)
     here = posixpath.dirname(page.file.src_uri)
     folder = here if page.file.src_uri in ROOT_PAGES else posixpath.join("docs", here)
 

@@ -58,6 +58,11 @@ def test_links_that_leave_docs_lead_to_a_page_or_become_text(site: Path) -> None
     assert 'href="architecture.html#one-sided-reads"' in (site / "CHANGELOG.html").read_text()
 
 
+def test_the_first_page_does_not_repeat_the_navigation(site: Path) -> None:
+    assert "## Pages" in (DOCS / "README.md").read_text()
+    assert not re.search(r"<h2[^>]*>Pages<", (site / "index.html").read_text())
+
+
 def test_the_search_ranks_the_pages_that_people_look_for_higher(site: Path) -> None:
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     boosted = {entry["location"].partition("#")[0] for entry in entries if entry.get("boost") == 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
@@ -54,16 +55,14 @@ def _each_rank_enters_alone() -> AbstractContextManager[None]:
     return replaced((ModuleAdapter, "_enter_in_step", broken))
 
 
-def _without_key(*given: Any) -> Any:
-    *others, _, limit = given
-    return _step_by_step(*others, None, limit)
-
-
-_step_by_step: Any = protocol._step_by_step
-
-
 def _public_digest_believed() -> AbstractContextManager[None]:
-    return replaced((protocol, "_step_by_step", _without_key))
+    real: Any = protocol._step_by_step
+    keyed = list(inspect.signature(real).parameters).index("keyed")
+
+    def broken(*given: Any) -> Any:
+        return real(*given[:keyed], None, *given[keyed + 1 :])
+
+    return replaced((protocol, "_step_by_step", broken))
 
 
 async def _no_key(digester: KeyedDigester, *_: object) -> None:

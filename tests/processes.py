@@ -17,7 +17,7 @@ _LASTING = (
     "weightsync_testing.fork_server",
 )
 
-_SUBREAPER = 36
+_SUBREAPER, _IS_SUBREAPER = 36, 37
 """Of ``prctl``: what a descendant leaves behind when it ends becomes a child of this process, and not of the first one."""
 
 
@@ -50,10 +50,12 @@ def children(parent: int) -> dict[int, str]:
 def none_outlives() -> Iterator[None]:
     """Kill what was started in the block and still runs, also processes in other sessions whose parents have ended.
 
-    A launcher such as torchrun gives each worker a session of its own: a signal to the launcher's group does not reach them.
+    A launcher such as torchrun gives each worker a session of its own: a signal to the launcher's group does not reach them. Blocks
+    may nest: what was started in the outer one, and left behind in the inner one, is killed by the outer one.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
-    before = children(os.getpid()).keys()
+    before, was = children(os.getpid()).keys(), ctypes.c_int(0)
+    prctl(_IS_SUBREAPER, ctypes.byref(was), 0, 0, 0)  # in such a block, or in none
     prctl(_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -69,4 +71,4 @@ def none_outlives() -> Iterator[None]:
             for pid in left:
                 with suppress(ChildProcessError):  # another one's child
                     os.waitpid(pid, os.WNOHANG)
-        prctl(_SUBREAPER, 0, 0, 0, 0)
+        prctl(_SUBREAPER, was.value, 0, 0, 0)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import httpx
 import torch
+from tests.processes import none_outlives
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import weightsync
@@ -253,7 +254,10 @@ KINDS = {
 def serving(
     directory: str, ranks: int, more: dict[str, str], flags: Sequence[str] = ("--skip-tokenizer-init",)
 ) -> Iterator[Server]:
-    """vLLM's HTTP server, with ``more`` in its environment, and ``flags`` besides those that every test has."""
+    """vLLM's HTTP server, with ``more`` in its environment, and ``flags`` besides those that every test has.
+
+    Where a test kills it, its engine core stays; so it is killed here.
+    """
     port = 20_000 + os.getpid() % 20_000
     url = f"http://127.0.0.1:{port}"
     command = [
@@ -264,7 +268,7 @@ def serving(
         "--enable-prompt-tokens-details",
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"} | more  # for the fault, the label, and attach_server
-    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+    with none_outlives(), subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             until, tick = time.monotonic() + START_SECONDS, threading.Event()
             while time.monotonic() < until and process.poll() is None:

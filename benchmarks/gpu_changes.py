@@ -213,7 +213,7 @@ def sweep_find(case, restore, payload) -> None:
     for lanes, warps in ((128, 4), (64, 2), (128, 2), (256, 4), (256, 8), (128, 8)):
         find_kernel[(1,)](
             finder._table, len(case.sections), finder._blocks, 0, finder._counts, finder._units, finder._changed,
-            finder._scratch.data_ptr(), WORD=finder._word, ALIGNED=finder._aligned, LANES=lanes, num_warps=warps,
+            finder._scratch.data_ptr(), WORD=finder._word, ALIGNED=finder._aligned, MANY=finder._many, LANES=lanes, num_warps=warps,
         )  # fmt: skip
         restore()
         finder.begin(case.address(case.before), case.address(case.now), case.counts, payload)
@@ -223,7 +223,8 @@ def sweep_find(case, restore, payload) -> None:
                 stop = min(begin + finder._chunk, case.sections.blocks)
                 kernel = find_kernel[(stop - begin,)](
                     finder._table, len(case.sections), finder._blocks, begin, finder._counts, finder._units, finder._changed,
-                    finder._scratch.data_ptr(), WORD=finder._word, ALIGNED=finder._aligned, LANES=lanes, num_warps=warps,
+                    finder._scratch.data_ptr(), WORD=finder._word, ALIGNED=finder._aligned, MANY=finder._many, LANES=lanes,
+                    num_warps=warps,
                 )  # fmt: skip
             only.kernel = kernel
 

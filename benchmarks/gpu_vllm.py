@@ -80,7 +80,8 @@ def shapes_only(folder, manifest, quantized=False):
     """The checkpoint of the manifest, shapes only, and its configuration."""
     kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1)}
     write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
-    config = dict(MOE)
+    layers = {spec.name.split(".")[2] for spec in manifest if spec.name.startswith("model.layers.")}
+    config = {**MOE, "num_hidden_layers": len(layers)}
     if quantized:
         routers = [spec.name.removesuffix(".weight") for spec in manifest if spec.name.endswith("mlp.gate.weight")]
         config["quantization_config"] = {

@@ -11,10 +11,10 @@ import numpy as np
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
+from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b, qwen3_30b_a3b_24_layers
 from weightsync_bench.sharding import fsdp, tensor_parallel
 
-MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3-8b": qwen3_8b}
+MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3-30b-a3b-24-layers": qwen3_30b_a3b_24_layers, "qwen3-8b": qwen3_8b}
 """Models with built-in shapes."""
 
 Delivery = Literal["direct", "streamed"]

@@ -233,6 +233,11 @@ def qwen3_30b_a3b() -> list[TensorSpec]:
     return tensors_of(CONFIGURATIONS["qwen3-30b-a3b"])
 
 
+def qwen3_30b_a3b_24_layers() -> list[TensorSpec]:
+    """Tensors of the first half of Qwen3-30B-A3B's layers, for GPUs on which the whole does not fit twice."""
+    return tensors_of({**CONFIGURATIONS["qwen3-30b-a3b"], "num_hidden_layers": 24})
+
+
 def one_trillion() -> list[TensorSpec]:
     """Kimi-K2: 384 experts in 60 of 61 layers, latent attention, 1.03e12 parameters in 69,915 bfloat16 tensors."""
     return tensors_of(CONFIGURATIONS["kimi-k2"])

@@ -179,9 +179,9 @@ class DeviceLists(ListedChanges):
         """Device memory beside that of the lists."""
         return ChangeFinder.bytes_for(self.sections)
 
-    def use(self, memory: torch.Tensor) -> None:
-        """List in the region ``memory`` (``uint8``), on the device."""
-        self._memory, self._finder = memory, ChangeFinder(self.sections, self._device)
+    def use(self, memory: torch.Tensor, *, on_host: bool = False) -> None:
+        """List in the region ``memory`` (``uint8``), on the device; ``on_host``: the version before is in host memory."""
+        self._memory, self._finder = memory, ChangeFinder(self.sections, self._device, on_host=on_host)
         content = np.frombuffer(self.sections.to_bytes(), np.uint8).copy()
         memory[self._start : self._start + len(content)] = torch.from_numpy(content).to(memory.device)
 

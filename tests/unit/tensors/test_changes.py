@@ -114,8 +114,8 @@ class Region:
         for first, size in zip(self.sections.offset.tolist(), self.sections.nbytes.tolist(), strict=True):
             self.now.numpy()[first : first + size][draw.random(size) < share] ^= 0x55
 
-    def find(self, offset: int = 0) -> int | None:
-        """``offset``: bytes by which what is now lies off a multiple of 16."""
+    def find(self, offset: int = 0, *, on_host: bool = False) -> int | None:
+        """``offset``: bytes by which what is now lies off a multiple of 16. ``on_host``: as if what was before were there."""
         sections = self.sections
         if self.kind == "host":
             table = sections.table(*(sections.offset + memory.data_ptr() for memory in (self.before, self.now)))
@@ -125,7 +125,7 @@ class Region:
         now[offset : offset + self.nbytes] = self.now.to(GPU)
         counts = torch.zeros(2 * len(self.counts), dtype=torch.uint8, device=GPU)
         payload = torch.zeros(4 * len(self.payload), dtype=torch.uint8, device=GPU)
-        finder = ChangeFinder(sections, GPU, chunk_blocks=3)
+        finder = ChangeFinder(sections, GPU, on_host=on_host, chunk_blocks=3)
         finder.begin(sections.offset + before.data_ptr(), sections.offset + now.data_ptr() + offset, counts, payload)
         finder.launch(0, 2)
         finder.launch(2, len(sections))
@@ -176,11 +176,13 @@ class Region:
 SHARES = (0.0, 0.0005, 0.01, 0.2, 0.4, 0.6, 1.0)
 
 
-def check_there_and_back(kind: str, seed: int, share: float, ranks: int, dim: int, *, swapped: bool, offset: int = 0) -> None:
+def check_there_and_back(
+    kind: str, seed: int, share: float, ranks: int, dim: int, *, swapped: bool, offset: int = 0, on_host: bool = False
+) -> None:
     region = Region(seed, kind)
     old = region.before.clone()
     region.change(seed + 1, share)
-    used = region.find(offset)
+    used = region.find(offset, on_host=on_host)
     assert used is not None and used <= region.nbytes // 4 + len(SPECS), "lists are longer than the version"
     assert torch.equal(region.before, region.now)
     words = Region(seed)
@@ -212,11 +214,14 @@ def test_changes_lead_to_the_new_version_and_back(seed: int, share: float, ranks
 
 @pytest.mark.timeout(400)  # the interpreter is slow
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize(("share", "ranks", "dim", "swapped", "offset"), [
-    (0.0005, 1, 0, True, 8), (0.01, 2, 1, False, 0), (0.4, 1, 0, False, 4), (1.0, 1, 2, False, 12),
+@pytest.mark.parametrize(("share", "ranks", "dim", "swapped", "offset", "on_host"), [
+    (0.0005, 1, 0, True, 8, False), (0.01, 2, 1, False, 0, False), (0.4, 1, 0, False, 4, False), (1.0, 1, 2, False, 12, False),
+    (0.01, 1, 0, False, 0, True), (0.1, 1, 0, False, 0, True),
 ])  # fmt: skip
-def test_kernels_for_gpus_do_the_same(kind: str, share: float, ranks: int, dim: int, swapped: bool, offset: int) -> None:
-    check_there_and_back(kind, 1, share, ranks, dim, swapped=swapped, offset=offset)
+def test_kernels_for_gpus_do_the_same(
+    kind: str, share: float, ranks: int, dim: int, swapped: bool, offset: int, on_host: bool
+) -> None:
+    check_there_and_back(kind, 1, share, ranks, dim, swapped=swapped, offset=offset, on_host=on_host)
 
 
 def found(kind: str, share: float = 0.3) -> tuple[Region, Target]:

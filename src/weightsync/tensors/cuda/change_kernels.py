@@ -70,7 +70,21 @@ def _quads(address, lane, size, live, WORD: tl.constexpr, ALIGNED: tl.constexpr,
 
 
 @triton.jit
-def _find(before, after, size, slot, count_to, units_to, changed, WORD: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):
+def _store_quads(address, lane, value, size, WORD: tl.constexpr):
+    """Store the ``lane``-th 8 bytes from ``address`` on, a multiple of 16; nothing from ``size`` on."""
+    full = lane * 8 + 8 <= size
+    pointers = tl.max_contiguous(tl.multiple_of(address.to(tl.pointer_type(tl.uint64)) + lane, 16), 16)
+    tl.store(pointers, value, mask=full)
+    for part in tl.static_range(8 // WORD):
+        at = lane * 8 + part * WORD
+        _store_words(address + at, value >> (8 * WORD * part), (full.to(tl.int32) == 0) & (at < size), WORD)
+
+
+@triton.jit
+def _find(
+    before, after, size, slot, count_to, units_to, changed, WORD: tl.constexpr, ALIGNED: tl.constexpr, MANY: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     """List the changed words of one block in its slot, and make ``before`` equal to ``after``."""
     per: tl.constexpr = 8 // WORD  # words of a quad
     ones: tl.constexpr = (1 << (8 * WORD)) - 1
@@ -89,9 +103,7 @@ def _find(before, after, size, slot, count_to, units_to, changed, WORD: tl.const
     if count > 0:
         tl.atomic_add(changed, count.to(tl.int64), sem="relaxed")
         if whole:
-            for part in tl.static_range(per):
-                at = lane * 8 + part * WORD
-                _store_words(before + at, (new >> (8 * WORD * part)) & ones, at < size, WORD)
+            _store_quads(before, lane, new, size, WORD)
         else:
             # Few quads hold changes: their numbers first, side by side, then only these are taken apart.
             rank = tl.cumsum(some.to(tl.int32), 0)
@@ -116,9 +128,13 @@ def _find(before, after, size, slot, count_to, units_to, changed, WORD: tl.const
                 order = tl.cumsum(wanted.to(tl.int32), 0) - 1 + base
                 tl.store((places + 2 * order).to(tl.pointer_type(tl.uint16)), place.to(tl.uint16), mask=wanted)
                 _store_words(values + WORD * order, value, wanted, WORD)
-                _store_words(before + WORD * place, value, wanted, WORD)
+                _store_words(before + WORD * place, value, wanted & (quads <= MANY), WORD)
                 base += tl.sum(wanted.to(tl.int32), axis=0)
                 start += LANES
+            if MANY < 1024:
+                tl.debug_barrier()
+                if quads > MANY:
+                    _store_quads(before, lane, new, size, WORD)
 
 
 @triton.jit(do_not_specialize=["sections", "first", "scratch"])
@@ -133,6 +149,7 @@ def find_kernel(
     scratch,
     WORD: tl.constexpr,
     ALIGNED: tl.constexpr,
+    MANY: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """List the changed words of one block, ``first`` + the program's number.
@@ -140,6 +157,7 @@ def find_kernel(
     ``table`` is ``int64[5, sections]``: address before, address now, bytes, bytes of a word, first block. ``blocks`` is the section
     of each block, ``counts`` and ``units`` take a number for each block, ``changed`` a sum for each section. ``scratch`` is memory
     for a slot of each program. ``WORD`` is 0 where words have several sizes; ``ALIGNED``: all addresses are multiples of 16.
+    A block of which more than ``MANY`` of its 1,024 quads changed is copied, others word by word.
     """
     number = first + tl.program_id(0)
     section = tl.load(blocks + number)
@@ -152,15 +170,15 @@ def find_kernel(
     at, to, total = counts + number, units + number, changed + section
     # What lies behind the end of memory that is not ours is read only within the same 16 bytes.
     if WORD:
-        _find(before, after, size, slot, at, to, total, WORD, ALIGNED, LANES)
+        _find(before, after, size, slot, at, to, total, WORD, ALIGNED, MANY, LANES)
     else:
         word = tl.load(row + 3 * sections)
         if word == 2:
-            _find(before, after, size, slot, at, to, total, 2, ALIGNED, LANES)
+            _find(before, after, size, slot, at, to, total, 2, ALIGNED, MANY, LANES)
         elif word == 4:
-            _find(before, after, size, slot, at, to, total, 4, ALIGNED, LANES)
+            _find(before, after, size, slot, at, to, total, 4, ALIGNED, MANY, LANES)
         else:
-            _find(before, after, size, slot, at, to, total, 1, ALIGNED, LANES)
+            _find(before, after, size, slot, at, to, total, 1, ALIGNED, MANY, LANES)
 
 
 @triton.jit(do_not_specialize=["sections", "first", "last", "scratch", "payload", "capacity"])

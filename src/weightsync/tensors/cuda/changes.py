@@ -19,6 +19,7 @@ from weightsync.tensors.digest import PUBLIC
 CHUNK_BLOCKS = 1 << 16
 """Blocks that are compared in one launch; each takes 10 KiB of scratch memory."""
 _SLOT = 10240
+_QUADS = 1024  # 8 bytes each, of a block
 _MOST_ITEMS = 1 << 25
 
 
@@ -43,10 +44,13 @@ def _sections_of_blocks(sections: Sections, device: torch.device) -> torch.Tenso
 class ChangeFinder:
     """Lists the changed words of a trainer rank's ``sections`` on ``device``, as :func:`weightsync.tensors.changes.find` does.
 
-    Work goes to the device's current stream. Not thread-safe.
+    ``on_host``: what was before lies in host memory, where writing a whole block soon costs less than writing single words. Work
+    goes to the device's current stream. Not thread-safe.
     """
 
-    def __init__(self, sections: Sections, device: torch.device, chunk_blocks: int = CHUNK_BLOCKS) -> None:
+    def __init__(
+        self, sections: Sections, device: torch.device, *, on_host: bool = False, chunk_blocks: int = CHUNK_BLOCKS
+    ) -> None:
         self._sections, self._device = sections, device
         self._chunk = min(chunk_blocks, max(sections.blocks, 1))
         self._blocks = _sections_of_blocks(sections, device)
@@ -56,6 +60,7 @@ class ChangeFinder:
         self._scratch = torch.empty(self._chunk * _SLOT, dtype=torch.uint8, device=device)
         words = np.unique(sections.word).tolist()
         self._word = words[0] if len(words) == 1 else 0
+        self._many = _QUADS // 4 if on_host else _QUADS
 
     @staticmethod
     def bytes_for(sections: Sections) -> int:
@@ -80,7 +85,7 @@ class ChangeFinder:
                 stop = min(begin + self._chunk, end)
                 find_kernel[(stop - begin,)](
                     self._table, len(self._sections), self._blocks, begin, self._counts, self._units, self._changed, scratch,
-                    WORD=self._word, ALIGNED=self._aligned, LANES=128, num_warps=4,
+                    WORD=self._word, ALIGNED=self._aligned, MANY=self._many, LANES=128, num_warps=4,
                 )  # fmt: skip
                 ends = self._ends[begin + 1 : stop + 1]
                 torch.cumsum(self._units[begin:stop], 0, dtype=torch.int64, out=ends)

@@ -349,12 +349,14 @@ class PublishBarrier:
             self._fail(gathering, Aborted(f"{gathering.what} was not published: {member} was interrupted, and publishes again"))
             return None
         placed = [other for rank, other in gathering.places.items() if rank != member]
-        order, theirs = next(((order, other.counted) for other in placed if (order := _order(place, other))), (0, None))
-        if not order:
+        unlike = next((other for other in placed if _order(place, other)), None)
+        if unlike is None:
             return gathering
-        self._put_right(gathering, member, place)
+        if unlike.asked.step == place.asked.step:  # a step is the framework's own, and no guess
+            self._put_right(gathering, member, place)
         if gathering is not self._gathering:
             return None
+        order, theirs = _order(place, unlike), unlike.counted
         others = ", ".join(rank for rank in gathering.places if rank != member)
         differ = VersionError(
             f"trainer ranks differ: {member} is at {_described(place.counted)}, {others} at {_described(theirs)} "
@@ -374,7 +376,9 @@ class PublishBarrier:
         others = [rank for rank in gathering.places if rank != member]
         mine, adrift = self._counting[member], [self._counting[rank].adrift for rank in others]
         if mine.adrift and not all(adrift):
-            raise OutOfCount(next(other.asked.count for rank, other in gathering.places.items() if not self._counting[rank].adrift))
+            count = next(other.asked.count for rank, other in gathering.places.items() if not self._counting[rank].adrift)
+            if count != place.asked.count:
+                raise OutOfCount(count)
         if not mine.adrift and all(adrift):
             self._gathering = None
             for waiting in gathering.places.values():

@@ -35,7 +35,10 @@ class PublishRequests:
 
     def count_on(self, asked: Publish, count: int) -> Publish:
         """Return ``asked`` as call ``count``, and count on from there: the other ranks, who were not here before, are at it."""
-        self.count, self.start = self.count + count - asked.count, self.start + count - asked.count
+        if asked.step is None:
+            self.count, self.start = self.count + count - asked.count, self.start + count - asked.count
+        else:
+            self._of_step = asked.step, count
         return structs.replace(asked, count=count)
 
     def make(self, number: int | None, step: int | None, mode: PauseMode | None) -> Publish:

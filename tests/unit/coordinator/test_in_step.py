@@ -11,7 +11,7 @@ from tests.unit.coordinator.contents import MANIFEST
 from tests.unit.coordinator.fakes import TrainerProcess, World, world_of
 from tests.virtual_time import virtual
 
-from weightsync.coordinator.publish_barrier import RETURN_SECONDS
+from weightsync.coordinator.publish_barrier import RETURN_SECONDS, OutOfCount
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import Aborted, DeadlineExceeded, VersionError, WeightSyncError
 from weightsync.protocol.messages import Call, Publish, RoundResult, decode, encode
@@ -306,3 +306,51 @@ async def test_a_rank_that_starts_late_begins_with_the_first_call_of_one_whose_c
     with pytest.raises(VersionError, match="trainer/0 is at publication 1, trainer/1 at publication 2"):
         await ask(world, 0, start + 1)
     assert await number_of(waits, ask(world, 0, start + 2)) == 0
+
+
+def a_new_process_and_an_old_one() -> World:
+    """A coordinator that was restarted: a new process of rank 1 reached it first, and then rank 0, which has published before."""
+    world = World()
+    TrainerProcess(world, 1, 2, MANIFEST, "new", -1).connect()
+    old = TrainerProcess(world, 0, 2, MANIFEST, "old", -1)
+    connecting = old.make
+
+    def reconnecting() -> TrainerRank:
+        rank = connecting()
+        return TrainerRank(structs.replace(rank.hello, epoch=1), rank.manifest, rank.layout)
+
+    old.make = reconnecting
+    old.connect()
+    world.add_replica("r", 1)
+    return world
+
+
+@pytest.mark.parametrize("early", ["new", "old"])
+@virtual
+async def test_a_process_that_came_before_all_others_and_gives_a_step_is_not_told_another_count(early: str) -> None:
+    """It asked again with the same step at once, until its deadline, and the others waited as long."""
+    world = a_new_process_and_an_old_one()
+    steps = [(1, 3), (0, 5)] if early == "new" else [(0, 5), (1, 3)]
+    asked = {}
+    for rank, step in steps:
+        asked[rank] = ask(world, rank, 1, step=step)
+        await asyncio.sleep(1)
+    with pytest.raises(VersionError, match="trainer ranks differ.* at step 3") as refused:
+        await asked[1]
+    assert not isinstance(refused.value, OutOfCount)
+    assert await number_of(asked[0], ask(world, 1, 1, step=5)) == 0
+
+
+@virtual
+async def test_a_process_that_came_before_all_others_is_told_the_count_of_its_step() -> None:
+    world = a_new_process_and_an_old_one()
+    requests = PublishRequests(None)
+    again = ask(world, 0, 2, step=5)
+    await asyncio.sleep(1)
+    asked = requests.make(None, 5, None)
+    with pytest.raises(OutOfCount) as others:
+        await ask(world, 1, asked.count, step=5)
+    asked = requests.count_on(asked, others.value.count)
+    assert (asked.count, requests.count, requests.start) == (2, 0, 0)
+    assert await number_of(again, ask(world, 1, asked.count, step=5)) == 0
+    assert requests.make(None, 5, None).count == 3

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from weightsync.config import RoundSettings
+from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.lora_round import LoraRound, drop, takes
 from weightsync.coordinator.membership import Membership
@@ -49,6 +50,8 @@ class _AdapterSource:
     members: Membership = field(default_factory=Membership)
     barriers: dict[str, PublishBarrier] = field(default_factory=dict)
     """By the adapter's name."""
+    counts: PublishCounts = field(default_factory=PublishCounts)
+    """Of publications under all names."""
     asked: dict[str, AdapterSpec] = field(default_factory=dict)
     """What each rank asked for last, by member."""
 
@@ -104,8 +107,8 @@ class Loras:
             del self._sources[name]
         source = self._sources.setdefault(node.rank.hello.name, _AdapterSource())
         link = source.members.add_trainer(node)
-        for barrier in source.barriers.values():
-            barrier.joined(link)
+        waiting = {member: asked for barrier in source.barriers.values() for member, asked in barrier.waiting.items()}
+        source.counts.joined(link, source.members.trainers, waiting)
         return link
 
     def leave(self, node: RankNode[AdapterRank], reason: str, clean: bool) -> None:
@@ -211,9 +214,9 @@ class Loras:
         if barrier is None:
             record = self._record(adapter)
             start = partial(self._start, name)
-            barrier = source.barriers[adapter] = PublishBarrier(source.members, record.publications, start, adapter=adapter)
-            for link in source.members.trainers.values():
-                barrier.joined(link)
+            barrier = source.barriers[adapter] = PublishBarrier(
+                source.members, record.publications, start, adapter=adapter, counts=source.counts
+            )
         return barrier
 
     def _record(self, name: str) -> _AdapterName:

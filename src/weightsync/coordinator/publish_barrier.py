@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Never
 
+from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.epochs import REMEDY, Epochs
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Publications
@@ -33,7 +34,6 @@ _Position = tuple[bool, int, int]
 """Of a publication without a number: whether it has a step, the step, the count. Ordered where the first is equal."""
 
 _LAST_NUMBER = (1 << 63) - 1
-_MOST_CLAIMED_COUNT = 1 << 47
 
 
 class OutOfCount(VersionError):
@@ -123,32 +123,11 @@ class _Gathering:
         round_.add_done_callback(ended)
 
 
-@dataclass
-class _Counting:
-    """What the process of a trainer rank has counted."""
-
-    session: str
-    start: int
-    """The publication after which it started."""
-    count: int
-    """The last one that it began."""
-    took_part: bool
-    """Whether a round of it has begun."""
-    elsewhere: bool
-    """Whether it placed versions for an earlier coordinator, which may have had them served."""
-    guessed: bool
-    """Whether nobody was there when it started who knew what the run had counted."""
-
-    @property
-    def adrift(self) -> bool:
-        return self.guessed and not self.took_part
-
-
 class PublishBarrier:
     """Barrier that calls ``start`` once all trainer ranks have asked to publish the same number in the same way.
 
     A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected. Errors name
-    the ``adapter``, if it is one's versions that are published here.
+    the ``adapter``, if it is one's versions that are published here. Barriers of the same ranks share their ``counts``.
     """
 
     def __init__(
@@ -158,6 +137,7 @@ class PublishBarrier:
         start: Callable[[AgreedPublication], asyncio.Task[RoundResult]],
         waiting_for: Callable[[], str] = lambda: "",
         adapter: str = "",
+        counts: PublishCounts | None = None,
     ) -> None:
         self._members, self._adapter = members, adapter
         self._publications = publications
@@ -167,33 +147,16 @@ class PublishBarrier:
         self._gathering: _Gathering | None = None
         self._running: _Gathering | None = None
         self._failed: _Gathering | None = None
-        self._counting: dict[str, _Counting] = {}
+        self._counting = PublishCounts() if counts is None else counts
+
+    @property
+    def waiting(self) -> dict[str, Publish]:
+        """What each rank that waits for others has asked for, by member."""
+        return {} if self._gathering is None else {member: place.asked for member, place in self._gathering.places.items()}
 
     def joined(self, link: RankHandle[TrainerRank]) -> None:
-        """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts.
-
-        It starts with other processes that have just started, if there are any. If it starts alone, it joins the others in the
-        publication in which they wait, or in their next one.
-        """
-        hello, gathering = link.rank.hello, self._gathering
-        mine = self._counting.get(link.member)
-        if mine is None or mine.session != hello.session:
-            waiting = {} if gathering is None else gathering.places
-            present = {*self._members.trainers, *waiting} - {link.member}
-            others = {member: self._counting[member] for member in present if member in self._counting}
-            counting = {member for member, place in waiting.items() if place.asked.step is None}
-            # An earlier process of this rank may have begun calls since they started: then they have gone on without it.
-            since = 0 if mine is None or mine.took_part else mine.count
-            new = [other for other in others.values() if not other.took_part and other.start >= since]
-            starts = [other.start for other in new] or [other.count - (member in counting) for member, other in others.items()]
-            guessed = not hello.count and (not others or any(other.guessed for other in new))
-            if hello.count:  # of an earlier coordinator; without an epoch it took part in nothing, and others may start with it
-                start = hello.count if hello.epoch else min(hello.start, hello.count)
-            else:
-                start = min(max(starts, default=0), _MOST_CLAIMED_COUNT)
-            begun = max(hello.count, start)
-            mine = self._counting[link.member] = _Counting(hello.session, start, begun, hello.epoch > 0, hello.epoch > 0, guessed)
-        link.count = mine.start
+        """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts."""
+        self._counting.joined(link, self._members.trainers, self.waiting)
 
     async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""

@@ -335,7 +335,7 @@ async def test_a_process_that_came_before_all_others_and_gives_a_step_is_not_tol
     for rank, step in steps:
         asked[rank] = ask(world, rank, 1, step=step)
         await asyncio.sleep(1)
-    with pytest.raises(VersionError, match="trainer ranks differ.* at step 3") as refused:
+    with pytest.raises(VersionError, match=r"trainer ranks differ.* at step 3") as refused:
         await asked[1]
     assert not isinstance(refused.value, OutOfCount)
     assert await number_of(asked[0], ask(world, 1, 1, step=5)) == 0

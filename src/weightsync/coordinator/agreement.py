@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from weightsync.config import RoundSettings
@@ -104,6 +104,7 @@ class PreparingAhead:
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
         self._members, self._planner, self._settings, self._running, self._spawn = members, planner, settings, running, spawn
+        self._left, self._letting_go = False, False
 
     def start(self, replica: Replica) -> None:
         """Prepare a replica now, if it is complete and the trainer is, and unless that goes on already."""
@@ -125,20 +126,32 @@ class PreparingAhead:
         Unless the trainer comes back, engine ranks free what they hold for it: its successor may need the room.
         """
         self.stop_all()
-        self._spawn(self._let_go())
+        self._left = True
+        if not self._letting_go:
+            self._letting_go = True
+            self._spawn(self._let_all_go())
 
-    def replica_joined(self) -> None:
+    def replica_joined(self, replica: Replica) -> None:
         """Without a trainer, let it free what it may hold: the last coordinator may have ended together with the trainer."""
         if not self._members.trainers:
-            self._spawn(self._let_go())
+            self._spawn(self._let_go(lambda: (replica,)))
 
-    async def _let_go(self) -> None:
+    async def _let_all_go(self) -> None:
+        """Once for all trainer ranks that leave within the grace of the first, and once more for those after it."""
+        try:
+            while self._left:
+                self._left = False
+                await self._let_go(self._members.replicas.values)
+        finally:
+            self._letting_go = False
+
+    async def _let_go(self, of: Callable[[], Iterable[Replica]]) -> None:
         await asyncio.sleep(self._settings.grace)
         async with self._running:  # a round ends at its own deadline
             trainers = self._members.trainers_in_order()
             whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
             sources = {member: link.rank for member, link in trainers.items()} if whole else {}
-            for replica in self._members.replicas.values():
+            for replica in of():
                 now = key_of(sources, {member: link.rank for member, link in replica.members().items()}) if whole else None
                 # Not only those that are known to be prepared: a rank that failed or reconnected holds as much.
                 links = {member: link for member, link in replica.members().items() if now is None or link.prepared != now}

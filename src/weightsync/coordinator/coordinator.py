@@ -155,7 +155,7 @@ class Coordinator:
             self._reconcile(replica)
             self._prepare_ahead(replica)
             self.loras.replica_joined(replica)
-            self._preparing.replica_joined()
+            self._preparing.replica_joined(replica)
         self.attendance.changed()
         return replica.refusal or ""
 

@@ -228,6 +228,26 @@ async def test_a_replica_that_joins_where_no_trainer_is_lets_go() -> None:
 
 
 @virtual
+async def test_many_that_join_or_leave_at_a_time_are_asked_once_or_twice() -> None:
+    """Each that joined, and each trainer rank that left, had all replicas asked: a million calls for a thousand engines."""
+    world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
+    replicas = [f"r{number}" for number in range(8)]
+    for name in replicas:
+        world.add_replica(name)
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(5.0)
+    assert asked_to_let_go(world) == [f"{name}/0" for name in replicas]
+    world.add_trainers(8)
+    assert (await world.publish(1, 5.0)).ok
+    world.log.clear()
+    for trainer in list(world.trainers.values()):
+        trainer.disconnect()
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(5.0)
+    assert sorted(asked_to_let_go(world)) == sorted(2 * [f"{name}/0" for name in replicas])
+
+
+@virtual
 async def test_what_a_successor_prepared_within_the_grace_stays() -> None:
     world = World(RoundSettings(run="test", grace=1.0, timeout=30.0))
     world.add_trainers(2)

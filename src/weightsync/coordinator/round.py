@@ -367,16 +367,19 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
         report.resumed()
     except BaseException as error:
         reason = str(error) or type(error).__name__
-        base, grace = permit.reverts_to, context.grace
-        if base is not None and isinstance(error, WeightSyncError):
-            report.enter("revert")
-            grace /= 2  # for each: the round must not end later than without
-            if await reverted(replica, engines, base, grace):
-                _log.warning("replica %s serves version %s on: %s", replica.name, base, reason)
-                raise
-        replica.fail(links, reason)
-        report.enter("quarantine")
-        await quarantine(engines, reason, grace)
+        base, grace, serves = permit.reverts_to, context.grace, False
+        try:
+            if base is not None and isinstance(error, WeightSyncError):
+                report.enter("revert")
+                grace /= 2  # for each: the round must not end later than without
+                serves = await reverted(replica, engines, base, grace)
+        finally:  # also if the round is cancelled meanwhile
+            if not serves:
+                replica.fail(links, reason)
+                report.enter("quarantine")
+                await quarantine(engines, reason, grace)
+        if serves:
+            _log.warning("replica %s serves version %s on: %s", replica.name, base, reason)
         raise
 
 

@@ -67,6 +67,8 @@ class _AdapterName:
     """Of the newest version."""
     retired: int = -1
     """Versions up to this one are not served any more."""
+    publishing: int = 0
+    """Publications that run."""
 
 
 class Loras:
@@ -91,6 +93,8 @@ class Loras:
         self._names: dict[str, _AdapterName] = {}
         self._held: dict[str, dict[str, HeldLora]] = {}
         """By replica, then by label."""
+        self._reported: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        """By replica: names and labels of all that its ranks reported when it was whole."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._delivering: asyncio.Task[None] | None = None
         self._news = False  # since it looked
@@ -104,7 +108,7 @@ class Loras:
         """Add a rank that publishes adapters. Raises as :meth:`Membership.add_trainer` does."""
         ended = [name for name, source in self._sources.items() if not source.members.trainers]
         for name in ended[:-_REMEMBERED_SOURCES]:  # the ranks of the others may come back
-            del self._sources[name]
+            self._end_source(name)
         source = self._sources.setdefault(node.rank.hello.name, _AdapterSource())
         link = source.members.add_trainer(node)
         waiting = {member: asked for barrier in source.barriers.values() for member, asked in barrier.waiting.items()}
@@ -120,7 +124,17 @@ class Loras:
         for barrier in source.barriers.values():
             barrier.left(node.rank.member, reason, clean)
         if not source.members.trainers and not source.members.gone_trainers:
-            del self._sources[name]
+            self._end_source(name)
+
+    def _end_source(self, name: str) -> None:
+        for adapter in self._sources.pop(name).barriers:
+            self._forget_unknown(adapter)
+
+    def _forget_unknown(self, adapter: str) -> None:
+        """Forget a name of which no version is known, unless a barrier or a round numbers versions by what is remembered here."""
+        record, used = self._names.get(adapter), any(adapter in source.barriers for source in self._sources.values())
+        if record is not None and not (used or record.publishing or record.publications.known):
+            del self._names[adapter]
 
     def find(self, member: str) -> RankHandle[Any] | None:
         """Handle of a connected rank that publishes adapters."""
@@ -141,6 +155,7 @@ class Loras:
                 continue
             record = self._record(version.run)
             record.publications.claim("engine", f"{replica.name} {label}", 1, version.number)
+            self._reported[replica.name].append((version.run, label))
             if version.number > record.retired and all(report.get(label) == held for report in reports):
                 served[label] = held
             else:
@@ -174,11 +189,11 @@ class Loras:
     def replica_left(self, replica: str) -> None:
         """A rank of a replica is gone."""
         self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
-        for label, lora in self._held.pop(replica, {}).items():
-            record = self._names[lora.version.run]
-            record.publications.withdraw(f"{replica} {label}")
-            if not record.publications.known:  # only this replica said that there is such a name
-                del self._names[lora.version.run]
+        self._held.pop(replica, None)
+        for name, label in self._reported.pop(replica, ()):
+            if (record := self._names.get(name)) is not None:
+                record.publications.withdraw(f"{replica} {label}")
+                self._forget_unknown(name)
 
     def base_updated(self) -> None:
         """A round of the base weights ended: adapters that its ranks refuse from now on are not served, others may be missing."""
@@ -232,7 +247,13 @@ class Loras:
         if any(spec != specs[0] for spec in specs):
             label = adapter_label(specs[0].name, asked.number)
             raise ConfigurationError(f"the trainer ranks that publish {label} differ in its configuration or its base")
-        return await self._run(source, specs[0], asked, self._takers())
+        record = self._record(specs[0].name)
+        record.publishing += 1
+        try:
+            return await self._run(source, specs[0], asked, self._takers())
+        finally:
+            record.publishing -= 1
+            self._forget_unknown(specs[0].name)
 
     def _takers(self) -> list[Replica]:
         """Replicas that take adapters."""

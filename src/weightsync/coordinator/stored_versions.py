@@ -104,7 +104,7 @@ class StoredVersions:
         placement, trainers = self._publications.current(self._members.trainers), self._members.trainers
         now = self._gathering
         if now is not None and now.placement.version.order == order and member in trainers:
-            if member not in now.ranks or trainers[member].rank is not now.ranks[member]:
+            if member not in now.ranks or trainers[member].rank.hello.session != now.ranks[member].hello.session:
                 raise StaleSource(f"another process was {member} when version {order[1]} was published")
             return now
         if placement is None or placement.version.order != order or member not in placement.sessions:

@@ -6,6 +6,7 @@ exchange the maxima of these blocks, and of no others. The rank that holds the f
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from weightsync.arrays import Bools, Int8, Int64
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, ConfigurationError
+from weightsync.errors import Aborted, ConfigurationError, ManifestMismatch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.cuda.quantization import DeviceBatch
 from weightsync.tensors.formats import Format, format_of
@@ -237,6 +238,7 @@ class QuantizedShards:
 
     Raises:
         ConfigurationError: A border between two ranks divides an element that holds several values.
+        ManifestMismatch: Another rank has other tensors or formats. Raised on every rank.
     """
 
     def __init__(
@@ -258,7 +260,9 @@ class QuantizedShards:
         self.manifest = Manifest([*kept, *(spec for matrix in self._matrices for spec in matrix.specs)])
         self._sources = [self._source(shard) for shard in shards if shard.name in self._index]
         self._derived = [shard for number in range(len(self._sources)) for shard in self._parts(number)]
-        self._agree_on_cut_blocks(deadline or Deadline(_JOIN_SECONDS))
+        deadline = deadline or Deadline(_JOIN_SECONDS)
+        self._agree_on_formats(deadline)
+        self._agree_on_cut_blocks(deadline)
         self.shards = self.derive(manifest, shards)
 
     def derive(self, manifest: Manifest, shards: Sequence[Shard]) -> list[Shard]:
@@ -316,6 +320,19 @@ class QuantizedShards:
         for part, (spec, held) in enumerate(zip(matrix.specs, boxes, strict=False)):
             tensor = torch.empty(held.shape, dtype=torch_dtype(spec.dtype), device="meta")
             yield _QuantizedShard(spec.name, spec.shape, held, tensor, source=number, part=part)
+
+    def _agree_on_formats(self, deadline: Deadline) -> None:
+        """Else ranks would exchange different numbers of maxima, by which gloo ends a process."""
+        formats = [(matrix.spec.name, matrix.format.name) for matrix in self._matrices]
+        digest = hashlib.blake2b(repr((self.manifest.fingerprint, formats)).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "little")
+        numbers = torch.tensor([number, -number])
+        self._agree(numbers, deadline)
+        if int(numbers.sum()):
+            raise ManifestMismatch(
+                "this trainer rank publishes other tensors, or in other formats, than another one: give every rank the same model "
+                'and quantize=. With "as-served", other engines joined between two ranks: make the trainer again on every rank'
+            )
 
     def _agree_on_cut_blocks(self, deadline: Deadline) -> None:
         """Give each block that several shards share a slot, the same on every rank, and list the slots of this rank's shards."""

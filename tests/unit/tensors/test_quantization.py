@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, ConfigurationError
+from weightsync.errors import Aborted, ConfigurationError, ManifestMismatch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.formats import FORMATS, format_of
 from weightsync.tensors.quantization import AllMax, QuantizedShards, formats_by_pattern
@@ -211,8 +211,26 @@ def test_ranks_exchange_the_maxima_of_cut_blocks_only() -> None:
     for boxes, exchanged in ((rows_of(8, 1024, 1024), 0), (rows_of(3, 1024, 1024), 2 * 8)):
         ranks = Ranks(len(boxes))
         quantize({NAME: matrix}, cut({NAME: matrix}, boxes), {"*": "fp8-block"}, ranks=ranks)
-        agreed = 1 + (64 if exchanged else 0)  # at the start: whether the matrix is cut, and where
+        agreed = 2 + 1 + (64 if exchanged else 0)  # at the start: the formats, whether the matrix is cut, and where
         assert ranks.values == [agreed + exchanged] * len(boxes)
+
+
+@pytest.mark.parametrize("other", ["fp8-channel", "fp8-block-e8m0", None])
+def test_ranks_that_differ_in_their_formats_hear_of_it_before_they_exchange_maxima(other: str | None) -> None:
+    """As where each saw another engine: gloo ends a process whose partner sends more than it takes."""
+    matrix = torch.ones(1024, 1024).bfloat16()
+    manifest = Manifest([TensorSpec(NAME, (1024, 1024), "bfloat16")])
+    shards, ranks = cut({NAME: matrix}, rows_of(2, 1024, 1024)), Ranks(2)
+
+    def work(rank: int) -> str:
+        chosen = "fp8-block" if rank else other
+        formats = formats_by_pattern(manifest, {"*": chosen}) if chosen else {}
+        with pytest.raises(ManifestMismatch) as refused:
+            QuantizedShards(manifest, shards[rank], formats, ranks.of(rank))
+        return str(refused.value)
+
+    assert all("in other formats, than another one" in str(why) for why in ranks.run(work))
+    assert ranks.values == [2, 2]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])

@@ -127,16 +127,19 @@ def log_result(member: str, result: RoundResult) -> None:
 
 
 class MissedReplicas:
-    """Warns of the replicas that a publication did not reach, unless they are the same as after the last one."""
+    """Warns of the replicas that a publication did not reach, unless they are the same as after the last one.
+
+    They are not if one is in another state, or failed in another phase or by another kind of error.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, ...]] = {}
         self._first: dict[tuple[str, str | None], int] = {}  # replica and error: the round that had it first
 
     def warn(self, result: RoundResult) -> RoundResult:
         """Log the errors of the replicas that ``result`` lists with one. Return it with ``since`` for those that recur."""
-        states = {replica.name: replica.state for replica in result.missed}
+        states = {each.name: (each.state, *(each.error or "").split(": ", 2)[:2]) for each in result.missed}
         if states and states != self._states:
             listed = "; ".join(f"{replica.name} ({in_words(replica.state)}): {replica.error}" for replica in result.missed)
             self._log.warning("version %s did not reach %s", result.version, listed)

@@ -142,6 +142,18 @@ def test_an_error_is_printed_again_if_it_changes_or_comes_back() -> None:
     assert [after(*each).replicas[0].since for each in rounds] == [None, 1, None, 4, None, None, 7, None, 1]
 
 
+def test_a_replica_that_fails_for_another_reason_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It was out of service before; that it then held other bytes was in no log."""
+    missed = MissedReplicas(logging.getLogger(__name__))
+    errors = ["move: LoadError: no room", "move: LoadError: still no room", "verify: VerificationError: other bytes"]
+    for number, error in enumerate(errors, 1):
+        replica = ReplicaResult("odd", "dirty", None, None, 0, "", (), "", {}, 0.0, error)
+        version = weightsync.Version("run", number, "f", "d")
+        missed.warn(RoundResult(number, version, True, 0, 0.1, {}, (replica,)))
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == [f"version run@{number} did not reach odd (out of service): {errors[number - 1]}" for number in (1, 3)]
+
+
 def test_ranks_of_a_larger_replica_log_their_versions_too(lines: Lines, server: BackgroundServer) -> None:
     parts = [weightsync.ModuleAdapter(torch.nn.Linear(8, 4)) for _ in range(2)]
     with (

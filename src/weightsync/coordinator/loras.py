@@ -29,7 +29,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.round_context import RoundContext
+from weightsync.coordinator.round_context import Engines, RoundContext
 from weightsync.coordinator.status import AdapterStatus
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
 from weightsync.model import Version
@@ -178,7 +178,14 @@ class Loras:
         """Let all ranks of a replica drop versions, by name, of which some have no part."""
         for name, numbers in versions.items():
             self._forget(replica, {adapter_label(name, number) for number in numbers})
-            self._spawn(drop(replica.members(), name, numbers, self._settings.grace))
+        self._spawn(self._drop_one_by_one(replica.members(), versions))
+
+    async def _drop_one_by_one(self, engines: Engines, versions: Mapping[str, Sequence[int]]) -> None:
+        """An agent that got a call for each name at once would end its connection. A rank that leaves reports again what it has."""
+        for name, numbers in versions.items():
+            if any(link.gone is not None for link in engines.values()):
+                return
+            await drop(engines, name, numbers, self._settings.grace)
 
     def _forget(self, replica: Replica, labels: Collection[str]) -> None:
         """Record that no rank of a replica serves these versions any more."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from msgspec import structs
 from tests.unit.coordinator.contents import MANIFEST
-from tests.unit.coordinator.fakes import EngineProcess, World
+from tests.unit.coordinator.fakes import EngineProcess, FakeEngine, World
 from tests.unit.coordinator.test_adapters_in_step import Publisher
 from tests.virtual_time import virtual
 
@@ -20,8 +22,8 @@ from weightsync.coordinator.round_context import RoundContext
 from weightsync.errors import VersionError
 from weightsync.model import Version
 from weightsync.model.lora import AdapterSpec, LoraConfig
-from weightsync.protocol.lora_messages import HeldLora
-from weightsync.protocol.messages import Publish, RoundResult
+from weightsync.protocol.lora_messages import DropLora, HeldLora
+from weightsync.protocol.messages import Body, Done, Publish, RoundResult
 
 NAME = "a/x"
 SPEC = AdapterSpec(NAME, LoraConfig(2, 4.0), None, "keep")
@@ -45,14 +47,15 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.coordinator.loras.LoraRound", Placed)
 
 
-def reporting(world: World, number: int, ranks: int = 1) -> list[EngineProcess]:
-    """An engine whose first rank says that it serves this version of the adapter."""
+def reporting(world: World, number: int, ranks: int = 1, names: Sequence[str] = (NAME,)) -> list[EngineProcess]:
+    """An engine whose first rank says that it serves this version of the adapters of these names."""
     processes = []
     for rank in range(ranks):
         process = EngineProcess(world, "r", rank, ranks, f"e{rank}", "auto", MANIFEST)
         if rank == 0:
             honest = process.make()
-            hello = structs.replace(honest.hello, loras=(HeldLora(Version(NAME, number, "0" * 32, "0" * 16), SPEC),))
+            held = tuple(HeldLora(Version(name, number, "0" * 32, "0" * 16), SPEC) for name in names)
+            hello = structs.replace(honest.hello, loras=held)
             said = EngineRank(hello, honest.manifest, honest.layout, None)
             process.make = lambda said=said: said  # type: ignore[misc]
         process.connect()
@@ -104,6 +107,31 @@ async def test_what_an_engine_reported_counts_until_it_leaves(ranks: int) -> Non
     for engine in engines:
         engine.disconnect()
     assert await number_of(loras, *both) == 3
+
+
+@virtual
+async def test_a_rank_is_asked_to_drop_many_names_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent ends the connection at more than 64 calls at a time. It reconnected, and reported as many again."""
+    running: Counter[str] = Counter()
+    most, dropped, answer = [0], list[str](), FakeEngine.call
+
+    async def call(self: FakeEngine, body: Body, timeout: float) -> Body:
+        if not isinstance(body, DropLora):
+            return await answer(self, body, timeout)
+        running[self.process.member] += 1
+        most[0] = max(most[0], running[self.process.member])
+        await asyncio.sleep(0.01)
+        running[self.process.member] -= 1
+        dropped.append(body.name)
+        return Done()
+
+    monkeypatch.setattr(FakeEngine, "call", call)
+    world = World()
+    names = [f"a/x{number}" for number in range(100)]
+    reporting(world, 1, 2, names)
+    await asyncio.sleep(10)
+    assert sorted(dropped) == sorted(2 * names)
+    assert most == [1]
 
 
 @virtual

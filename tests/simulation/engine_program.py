@@ -116,18 +116,19 @@ class _InStep(InStep):
 
     def __init__(self, rank: int, agreement: Agreement) -> None:
         super().__init__(range(agreement.ranks))
-        self._agreement, self._question, self._asked = agreement, 0, False
+        self._agreement, self._question = agreement, 0
         agreement.members.add(rank)
 
-    def _all(self, flag: bool, deadline: Deadline) -> bool:
-        if not self._asked:
-            self._question, self._asked = self._question + 1, True
-            self._agreement.say(self._question, flag)
+    def _ask(self, flag: bool, *_: object) -> int:
+        self._question += 1
+        self._agreement.say(self._question, flag)
+        return self._question
+
+    def _answer(self, asked: int, deadline: Deadline, least: float) -> bool:
         threads().sleep(0.001)
-        agreed = self._agreement.wait(self._question, deadline.remaining("waiting for the other ranks"))
+        agreed = self._agreement.wait(asked, max(deadline.left, least) or deadline.remaining("waiting for the other ranks"))
         if agreed is None:
             raise DeadlineExceeded("the other ranks did not answer")
-        self._asked = False
         return agreed
 
 
@@ -290,6 +291,13 @@ class ModuleProcess(EngineProcess):
             kind = "torn" if content is None else "mislabelled"
             self.world.violated(kind, f"{self} generates as {version} with the bytes of {content}")
 
+    @property
+    def _connected(self) -> bool:
+        control = self.world.coordinator
+        replicas = control.coordinator._members.replicas.values() if control is not None else ()
+        known = [link.rank.hello.session for replica in replicas for link in replica.links.values() if link.member == self.member]
+        return self.known_as in known
+
     def _change(self, turn: Turn, what: str) -> None:
         if turn.how == RETIE and self.world.calm:
             return  # an act may last until then: nothing may break that the last publication has repaired
@@ -305,8 +313,11 @@ class ModuleProcess(EngineProcess):
         self.refresh()
 
     def _mend(self) -> None:
-        """Its program takes the parameters apart again, not while an update writes them; the values stay broken until the next."""
-        if self.alive and self.role.session.state in ("writing", "written", "committed"):
+        """Its program takes the parameters apart again, not while an update writes them; the values stay broken until the next.
+
+        An update ends for a rank when it loses its coordinator, whatever state that leaves the rank in.
+        """
+        if self.alive and self.role.session.state in ("writing", "written", "committed") and self._connected:
             self.world.loop.call_later(1.0, self._mend)
         elif self.alive:
             self.memory.untie()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -16,65 +17,95 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
 
 _FOREVER = timedelta(days=7)  # of the group alone: every wait has its own deadline
+_VOTE_SECONDS = 1.0
+"""A vote is waited for at least that long. All ranks are here, and where one gives it up and the others do not, they go apart."""
 
 
 class InStep:
     """Lets ``ranks`` of the default process group answer questions together, over a separate gloo group.
 
-    Each rank calls the same methods in the same order. An answer that does not come in time is waited for again by the next call:
-    the others may have it. The group is made by the first call. Not thread-safe.
+    Each rank calls the same methods in the same order. A vote that does not end in time is waited for again by the next call: the
+    others may have its result. The group is made by the first call. Not thread-safe.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self._making: Future[Any] | None = None
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._asked = deque[Any]()
+        """Questions that this rank has answered, and of which it has not heard the others' answers."""
+        self._gave_up = False
         self.voting = False
         """Whether a vote of this rank is still counted."""
 
     def meet(self, deadline: Deadline) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks are here. Who gives that up votes against, or the others would hold their votes for it.
 
         Raises:
             DeadlineExceeded: One did not come in time.
             PeerLost: One has left.
         """
-        self._all(True, deadline)
+        if self._gave_up:
+            self._answers(deadline, 0.0)
+            self._gave_up = False
+        try:
+            self._all(True, deadline, 0.0)
+        except BaseException as error:
+            if self._asked and not isinstance(error, PeerLost):
+                self._asked.append(self._ask(False, deadline, _VOTE_SECONDS))
+                self._gave_up = True
+            raise
 
     def vote(self, free: bool, deadline: Deadline) -> bool:
         """Return whether all ranks are ``free``, once all have met. Raises as :meth:`meet` does, and is then called again."""
         self.voting = True
-        agreed = self._all(free, deadline)
+        agreed = self._all(free, deadline, _VOTE_SECONDS)
         self.voting = False
         return agreed
 
-    def _all(self, flag: bool, deadline: Deadline) -> bool:
-        what = f"waiting for the other ranks of this replica ({len(self.ranks)} in all) to call in_use()"
-        group = self._group(deadline, what)
-        if self._pending is None:
-            flags = torch.tensor([int(flag)], dtype=torch.int32, device="cpu")
-            self._pending = dist.all_reduce(flags, dist.ReduceOp.MIN, group=group, async_op=True), flags
-        work, flags = self._pending
+    def _all(self, flag: bool, deadline: Deadline, least: float) -> bool:
+        if not self._asked:
+            self._asked.append(self._ask(flag, deadline, least))
+        return self._answers(deadline, least)
+
+    def _answers(self, deadline: Deadline, least: float) -> bool:
+        """Wait for the others' answers to all questions, and return whether all said yes to the last one."""
+        agreed = False
+        while self._asked:
+            agreed = self._answer(self._asked[0], deadline, least)
+            self._asked.popleft()
+        return agreed
+
+    @property
+    def _what(self) -> str:
+        return f"waiting for the other ranks of this replica ({len(self.ranks)} in all) to call in_use()"
+
+    def _ask(self, flag: bool, deadline: Deadline, least: float) -> Any:  # noqa: ANN401 - private to torch
+        """Answer a question for this rank."""
+        group, flags = self._group(deadline, least), torch.tensor([int(flag)], dtype=torch.int32, device="cpu")
+        return dist.all_reduce(flags, dist.ReduceOp.MIN, group=group, async_op=True), flags, group
+
+    def _answer(self, asked: Any, deadline: Deadline, least: float) -> bool:  # noqa: ANN401
+        """Whether all ranks say yes to a question."""
+        work, flags, group = asked
         try:
-            work.wait(timedelta(seconds=deadline.remaining(what)))
+            work.wait(timedelta(seconds=max(deadline.left, least) or deadline.remaining(self._what)))
         except RuntimeError as error:
             if not work.is_completed():
                 forks.keep_for_ever(group)  # its destructor would wait for the others, at the end of this process
-                raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
+                raise DeadlineExceeded(f"{self._what} took more than {deadline.seconds:g} s") from None
             if not work.is_success():
-                raise PeerLost(f"{what} failed, because one of them has left: {str(error).splitlines()[0]}") from error
-        self._pending = None
+                raise PeerLost(f"{self._what} failed, because one of them has left: {str(error).splitlines()[0]}") from error
         return bool(flags.item())
 
-    def _group(self, deadline: Deadline, what: str) -> Any:  # noqa: ANN401 - private to torch
+    def _group(self, deadline: Deadline, least: float) -> Any:  # noqa: ANN401
         """Make the group, in a thread, because torch waits for the others without regard to a deadline."""
         if self._making is None:
             self._making = Future()
             threading.Thread(target=self._make, args=(self._making,), name="weightsync-in-step", daemon=True).start()
         try:
-            made = self._making.result(deadline.remaining(what))
+            made = self._making.result(max(deadline.left, least) or deadline.remaining(self._what))
         except TimeoutError:
-            raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
+            raise DeadlineExceeded(f"{self._what} took more than {deadline.seconds:g} s") from None
         if isinstance(made, str):  # an error that is kept would keep the frames of all who get it
             raise PeerLost(made)
         return made

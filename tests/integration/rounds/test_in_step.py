@@ -70,25 +70,49 @@ def test_ranks_enter_together_and_no_pass_mixes_two_versions(server: BackgroundS
             assert (said["wrong"], said["error"]) == ([], "")
 
 
+def voting(folder: Path, kind: str, owned: ExitStack) -> list[subprocess.Popen[str]]:
+    processes = []
+    for rank in range(2):
+        command = [sys.executable, "-m", "tests.integration.rounds.vote_ranks", str(rank), str(folder / "store"), kind]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        owned.enter_context(process)
+        owned.callback(process.kill)
+        processes.append(process)
+    return processes
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
 @pytest.mark.rare
 def test_a_vote_that_ran_into_its_timeout_is_waited_for_by_the_next_call(tmp_path: Path) -> None:
     """Until its result is known a pause waits, because the other rank may have it, and be inside."""
     with ExitStack() as owned:
-        processes = []
-        for rank in range(2):
-            command = [sys.executable, "-m", "tests.integration.rounds.vote_ranks", str(rank), str(tmp_path / "store")]
-            process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            owned.enter_context(process)
-            owned.callback(process.kill)
-            processes.append(process)
-        first, second = processes
-        assert first.stdout is not None
-        assert second.stdin is not None
-        assert first.stdout.readline() == "late\n"
-        second.stdin.write("\n")
-        second.stdin.flush()
+        processes = first, second = voting(tmp_path, "vote", owned)
+        assert line(first) == "late"
+        tell(second)
         said = report(first)
         assert "waiting for the other ranks of this replica (2 in all) to call in_use() took more than 2 s" in said["outcome"]
         assert (said["paused"], said["users"]) == (False, 0)
         assert report(second)["users"] == 0
+        assert [process.wait(30) for process in processes] == [0, 0]
+
+
+@pytest.mark.rare
+def test_a_rank_that_gave_up_waiting_does_not_keep_the_other_from_its_pause(tmp_path: Path) -> None:
+    """It had said that it was there, and the other one held its vote for it: no update could pause that rank."""
+    with ExitStack() as owned:
+        processes = first, second = voting(tmp_path, "meet", owned)
+        assert line(first) == "gave up"
+        tell(second)
+        assert line(second) == "paused"
+        tell(first)
         assert [process.wait(30) for process in processes] == [0, 0]

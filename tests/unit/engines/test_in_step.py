@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.engines.in_step import InStep
-from weightsync.errors import PeerLost
+from weightsync.errors import DeadlineExceeded, PeerLost
 
 
 def test_a_group_that_could_not_be_made_keeps_nothing_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,22 @@ def test_a_group_that_could_not_be_made_keeps_nothing_of_the_program(monkeypatch
         assert [memory() for memory in freed] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_vote_is_waited_for_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine had slept, all ranks gave up their votes: nobody entered, each held the module, and no update paused it."""
+
+    class Answered:
+        def wait(self, limit: timedelta) -> bool:
+            assert limit >= timedelta(seconds=1)
+            return True
+
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Answered())
+    together, deadline = InStep([0, 1]), Deadline(30.0)
+    together.meet(deadline)
+    deadline.at -= 60.0
+    assert together.vote(True, deadline)
+    assert not together.voting
+    with pytest.raises(DeadlineExceeded):
+        together.meet(deadline)

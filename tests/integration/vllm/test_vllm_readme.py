@@ -24,9 +24,9 @@ pytestmark = [
 
 PROMPT = "[11, 12, 13, 14, 15]"
 MODEL = f"""
-import httpx, torch, transformers, weightsync
+import copy, httpx, torch, transformers, weightsync
 
-model = transformers.AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.float32)
+model = transformers.AutoModelForCausalLM.from_pretrained("MODEL")  # in bfloat16, as the checkpoint
 torch.manual_seed(1)
 with torch.no_grad():
     for parameter in model.parameters():
@@ -38,9 +38,9 @@ def served():
     return answer.raise_for_status().json()["choices"][0]["token_ids"]
 
 def here():
-    tokens = torch.tensor([{PROMPT}])
+    tokens, exact = torch.tensor([{PROMPT}]), copy.deepcopy(model).float()  # the server computes in float32
     for _ in range(12):
-        tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        tokens = torch.cat([tokens, exact(tokens).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return tokens[0, -12:].tolist()
 
 before = served()

@@ -26,11 +26,11 @@ class Counted:
     elsewhere: bool
     """Whether it placed versions for an earlier coordinator, which may have had them served."""
     guessed: bool
-    """Whether nobody was there when it started who knew what the run had counted."""
+    """Whether it started when no connected rank knew the run's count."""
 
     @property
     def adrift(self) -> bool:
-        """Whether its count is a guess still."""
+        """Whether its count is still a guess."""
         return self.guessed and not self.took_part
 
 

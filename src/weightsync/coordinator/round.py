@@ -373,7 +373,7 @@ async def out_of_service(context: RoundContext, report: Report, engines: Engines
                 report.enter("revert")
                 grace /= 2  # for each: the round must not end later than without
                 serves = await reverted(replica, engines, base, grace)
-        finally:  # also if the round is cancelled meanwhile
+        finally:  # also if the round is cancelled while its ranks revert
             if not serves:
                 replica.fail(links, reason)
                 report.enter("quarantine")

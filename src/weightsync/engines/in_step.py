@@ -68,7 +68,7 @@ class InStep:
         return self._answers(deadline, least)
 
     def _answers(self, deadline: Deadline, least: float) -> bool:
-        """Wait for the others' answers to all questions, and return whether all said yes to the last one."""
+        """Wait for the others' answers to all questions, and return whether all answered yes to the last one."""
         agreed = False
         while self._asked:
             agreed = self._answer(self._asked[0], deadline, least)

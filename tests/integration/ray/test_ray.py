@@ -45,11 +45,13 @@ from weightsync.ray import Manager, start_coordinator  # noqa: E402 - after the 
 from weightsync.ray.coordinator_actor import cluster_settings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
+RESTART = 3 * TIMEOUT
+"""Seconds in which Ray starts an actor again; on two busy cores more than 90."""
 SMALL = 32 << 10
 """Bytes of the largest thing that Ray may carry for us; the model has 8 MiB."""
 
 pytestmark = [
-    pytest.mark.timeout(300),  # the cluster and its actors start in the first one
+    pytest.mark.timeout(480),  # the cluster and its actors start in the first one
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning:subprocess"),  # Ray leaves its services' handles to the collector
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
@@ -181,7 +183,7 @@ def restart(one: Any) -> None:
 
 def when(manager: Manager, there: Callable[[dict[str, ReplicaStatus]], bool]) -> dict[str, ReplicaStatus]:
     """The replicas, as soon as they are so."""
-    until, pause, found = time.monotonic() + TIMEOUT, threading.Event(), dict[str, ReplicaStatus]()
+    until, pause, found = time.monotonic() + RESTART, threading.Event(), dict[str, ReplicaStatus]()
     while time.monotonic() < until:
         with suppress(CoordinatorUnreachable):  # it is being restarted
             found = {one.name: one for one in manager.status().replicas}

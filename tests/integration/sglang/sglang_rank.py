@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,8 +43,7 @@ def main(rank: int, directory: str, sockets: str, settings: str) -> None:
         else:
             if running.scheduler.server_args.enable_dp_attention:
                 wait_for_a_grammar(running)
-            while not running.scheduler.gracefully_exit:
-                time.sleep(0.05)
+            running.wait_until_ended()
         print(json.dumps(running.padding()), flush=True)
 
 

@@ -28,6 +28,7 @@ from weightsync.engines.sglang.loop import SchedulerLoop
 WITHOUT_SGLANG = importlib.util.find_spec("sglang") is None
 STUBBED = ("deep_gemm", "flashinfer", "sgl_kernel", "torchvision")
 _SECONDS = 30.0
+_SCENARIO_SECONDS = 240.0
 
 
 class _StubFinder:
@@ -223,6 +224,10 @@ class RunningScheduler(Closeable):
         while self.scheduler.weight_updater.offload_tags != set(tags):
             assert time.monotonic() < end
             time.sleep(0.005)
+
+    def wait_until_ended(self) -> None:
+        """Return when the event loop has ended. Rank 0 may be gone before another rank's loop has read that it should end."""
+        self._thread.join(_SCENARIO_SECONDS)
 
     def close(self) -> None:
         from sglang.srt.managers.io_struct import ShutdownReq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,7 @@ class Publications:
         self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
         """Those of the stream that was published last."""
         self._placement: Placement | None = None
+        self._order = 0
 
     @property
     def epoch(self) -> int:
@@ -118,6 +120,11 @@ class Publications:
     def clear(self) -> None:
         """Drop the placement, because its regions are about to be overwritten."""
         self._placement = None
+
+    def next_order(self) -> int:
+        """Return a number above those of all earlier placings. It follows the clock, as earlier coordinators' did."""
+        self._order = max(self._order + 1, time.time_ns() // 1000)
+        return self._order
 
     def hold(self, placement: Placement) -> None:
         """Record a placement that every rank has completed."""

@@ -288,7 +288,8 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
     cover = await context.planner.cover(manifest, ranks, limit)
     context.publications.clear()
     bases = served_bases(context.replicas, context.epoch)
-    asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0), bases) for member in ranks}
+    order = context.publications.next_order()
+    asked = {member: Place(context.number, context.epoch, context.calls.get(member, 0), bases, order) for member in ranks}
     placed = await on_all("place", limit, context.trainers, asked, Placed)
     digests = _rows(placed)
     with span("sum"):

@@ -181,6 +181,8 @@ class Place(Message, frozen=True):
     call: _Call = 0
     """The trainer rank's :attr:`Publish.call`. It places for no other: its weights may have changed since an interrupted one."""
     bases: Annotated[tuple[Number, ...], Few] = ()  # served by replicas, which want to know what changed since then
+    order: Number = 0
+    """Equal on all trainer ranks, and higher than in every earlier ``Place``, also of the same number."""
 
 
 class Placed(Message, frozen=True):
@@ -301,6 +303,8 @@ class CheckSources(Message, frozen=True):
 
 class LetGo(Message, frozen=True):
     """The trainer is gone: disconnect from its memory, which would stay in use, and free the staging. The engine serves on."""
+
+    adapters: bool = False  # only a rank that publishes adapters is gone
 
 
 class Pause(Message, frozen=True):

@@ -35,34 +35,35 @@ class MaximaGroup:
         self._group = dist.new_group(backend="gloo")
         self.broken = ""
         """Why no further maxima can be taken; empty while they can."""
-        self.number = -1
-        """Version for which maxima are taken next."""
+        self.order = -1
+        """``Place.order`` of the placing for which maxima are taken next. A version's number would not do: it may be placed again, and
+        one rank may not have heard of the first time."""
         self.turns = 0
         """Maxima that this rank has begun to take."""
 
     def all_max(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Replace each element of a CPU tensor by its maximum over all ranks.
 
-        A rank that gave up an earlier version, of which this one did not hear, is passed over.
+        A rank that gave up an earlier placing, of which this one did not hear, is passed over.
 
         Raises:
-            Aborted: Another rank gave up this version, or is at a later one.
+            Aborted: Another rank gave up this placing, or is at a later one.
             PeerLost: The group is broken.
         """
         self.check()
         self.turns += 1
         earliest = _NONE
-        while earliest != self.number:
+        while earliest != self.order:
             given_up, latest, earliest = self._meet(deadline)
-            if given_up == self.number or latest > self.number:
+            if given_up == self.order or latest > self.order:
                 raise Aborted("another trainer rank gave up this version before it had quantized its weights")
         self._reduce(tensor.view(-1), deadline)
 
     def _meet(self, deadline: Deadline) -> tuple[int, int, int]:
-        """Return the version that a rank gave up, and the latest and the earliest version that a rank is at."""
-        numbers = torch.tensor([_NONE, self.number, -self.number])
-        self._reduce(numbers, deadline)
-        given_up, latest, earliest = numbers.tolist()
+        """Return the placing that a rank gave up, and the latest and the earliest one that a rank is at."""
+        orders = torch.tensor([_NONE, self.order, -self.order])
+        self._reduce(orders, deadline)
+        given_up, latest, earliest = orders.tolist()
         return given_up, latest, -earliest
 
     def _reduce(self, tensor: torch.Tensor, deadline: Deadline) -> None:
@@ -77,9 +78,9 @@ class MaximaGroup:
     def give_up(self) -> None:
         """Let the other ranks, which wait for this one, go on without a result. Does not wait itself."""
         self.turns += 1
-        numbers = torch.tensor([self.number, self.number, -self.number])
+        orders = torch.tensor([self.order, self.order, -self.order])
         with suppress(RuntimeError):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
+            dist.all_reduce(orders, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def check(self) -> None:
         """Raise :meth:`error` if the group is broken."""

@@ -136,7 +136,7 @@ class TrainerRole(PublishedShards):
             self._running = running = Latch()  # before the look at what is armed: disarm() looks in the other order
             turns = 0
             if self._ranks is not None:
-                turns, self._ranks.number = self._ranks.turns, body.number
+                turns, self._ranks.order = self._ranks.turns, body.order
             try:
                 return self._place_armed(self._armed, body, deadline)
             except BaseException:

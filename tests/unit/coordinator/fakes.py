@@ -257,6 +257,8 @@ class TrainerProcess(_Process):
         self.slots: dict[int, int] = {}
         self.calls: list[int] = []
         """For which of its calls it was asked to place."""
+        self.orders: list[int] = []
+        """Of these placings, as the coordinator counted them."""
         self.notices: list[tuple[float, str]] = []
         self.last: Version | None = None
         self.credential = ""
@@ -295,6 +297,7 @@ class FakeTrainer(_Node):
     async def call(self, body: Body, timeout: float) -> Body:
         match body:
             case Place():
+                self.process.orders.append(body.order)
                 digests = await self.place(body.number, body.call)
             case DigestUnderKey():
                 digests = await self.digest_under_key(body.number, body.key)

@@ -47,6 +47,22 @@ async def test_everybody_gets_the_version() -> None:
 
 
 @virtual
+async def test_each_placing_has_a_number_of_its_own_that_trainer_ranks_share() -> None:
+    """By it they know which of them take maxima together, also if a version that failed is published again."""
+    world = fleet()
+    await world.publish(1)
+    world.faults["trainer/1", "place"] = "fail"
+    with pytest.raises(WeightSyncError):
+        await world.publish(2)
+    await world.publish(2)
+    orders = [world.trainers[f"trainer/{rank}"].orders for rank in range(2)]
+    assert orders[0] == orders[1]
+    assert orders[0] == sorted(set(orders[0]))
+    assert len(orders[0]) == 3
+    await world.coordinator.aclose()
+
+
+@virtual
 async def test_engines_serve_while_trainers_place_and_ranks_prepare() -> None:
     world = fleet()
     await world.publish(1)

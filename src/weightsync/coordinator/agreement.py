@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
 from typing import Any
 
 from weightsync.config import RoundSettings
@@ -104,7 +104,7 @@ class PreparingAhead:
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
         self._members, self._planner, self._settings, self._running, self._spawn = members, planner, settings, running, spawn
-        self._left, self._letting_go = False, False
+        self._left, self._letting_go = set[LetGo](), False
 
     def start(self, replica: Replica) -> None:
         """Prepare a replica now, if it is complete and the trainer is, and unless that goes on already."""
@@ -126,7 +126,11 @@ class PreparingAhead:
         Unless the trainer comes back, engine ranks free what they hold for it: its successor may need the room.
         """
         self.stop_all()
-        self._left = True
+        self.publisher_left(LetGo())
+
+    def publisher_left(self, news: LetGo) -> None:
+        """Unless it comes back soon, let all engine ranks hear ``news``, that it is gone."""
+        self._left.add(news)
         if not self._letting_go:
             self._letting_go = True
             self._spawn(self._let_all_go())
@@ -134,35 +138,40 @@ class PreparingAhead:
     def replica_joined(self, replica: Replica) -> None:
         """Without a trainer, let it free what it may hold: the last coordinator may have ended together with the trainer."""
         if not self._members.trainers:
-            self._spawn(self._let_go(lambda: (replica,)))
+            self._spawn(self._let_go(lambda: (replica,), {LetGo()}))
 
     async def _let_all_go(self) -> None:
-        """Once for all trainer ranks that leave within the grace of the first, and once more for those after it."""
+        """Once for all ranks that leave within the grace of the first, and once more for those after it."""
         try:
             while self._left:
-                self._left = False
-                await self._let_go(self._members.replicas.values)
+                news, self._left = self._left, set()
+                await self._let_go(self._members.replicas.values, news)
         finally:
             self._letting_go = False
 
-    async def _let_go(self, of: Callable[[], Iterable[Replica]]) -> None:
+    async def _let_go(self, of: Callable[[], Iterable[Replica]], news: Set[LetGo]) -> None:
         await asyncio.sleep(self._settings.grace)
         async with self._running:  # a round ends at its own deadline
             trainers = self._members.trainers_in_order()
             whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
             sources = {member: link.rank for member, link in trainers.items()} if whole else {}
             for replica in of():
+                if LetGo(adapters=True) in news:
+                    self._spawn(self._free(replica, replica.members(), LetGo(adapters=True)))
+                if LetGo() not in news:
+                    continue
                 now = key_of(sources, {member: link.rank for member, link in replica.members().items()}) if whole else None
                 # Not only those that are known to be prepared: a rank that failed or reconnected holds as much.
                 links = {member: link for member, link in replica.members().items() if now is None or link.prepared != now}
                 if links and replica.preparing is None:
-                    replica.preparing = self._spawn(self._free(replica, links))
+                    replica.preparing = self._spawn(self._free(replica, links, LetGo()))
 
-    async def _free(self, replica: Replica, links: Engines) -> None:
+    async def _free(self, replica: Replica, links: Engines, news: LetGo) -> None:
         async def one(member: str, link: RankHandle[EngineRank]) -> None:
-            link.prepared = None
+            if not news.adapters:
+                link.prepared = None
             try:
-                await on_all("letting go", RoundDeadline(self._settings.grace), {member: link}, LetGo(), Done)
+                await on_all("letting go", RoundDeadline(self._settings.grace), {member: link}, news, Done)
             except WeightSyncError as error:
                 _log.info("%s may still hold memory of a trainer that is gone: %s", member, readable(str(error)))
 

@@ -56,7 +56,7 @@ from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
-from weightsync.protocol.messages import Done, EndCall, Publish, ReplicaResult, RoundResult, WaitForReplicas
+from weightsync.protocol.messages import Done, EndCall, LetGo, Publish, ReplicaResult, RoundResult, WaitForReplicas
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.protocol.store_messages import STORE
 from weightsync.spans import recording, tracing
@@ -162,7 +162,8 @@ class Coordinator:
     def leave(self, node: RankNode[Any], reason: str = "its connection closed", clean: bool = False) -> None:
         """Remove a connection that has closed, ``clean`` if on purpose: its calls fail and its replica is lost. Idempotent."""
         if isinstance(node.rank, AdapterRank):
-            self.loras.leave(node, reason, clean)
+            if self.loras.leave(node, reason, clean):
+                self._preparing.publisher_left(LetGo(adapters=True))
         elif self._members.remove(node, reason, clean):
             self._publications.withdraw(node.rank.member)
             self._feed.emit(Left(node.rank.member, reason))

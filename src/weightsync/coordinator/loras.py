@@ -115,16 +115,17 @@ class Loras:
         source.counts.joined(link, source.members.trainers, waiting)
         return link
 
-    def leave(self, node: RankNode[AdapterRank], reason: str, clean: bool) -> None:
-        """Remove a connection that has closed. Idempotent."""
+    def leave(self, node: RankNode[AdapterRank], reason: str, clean: bool) -> bool:
+        """Remove a connection that has closed. Returns whether there was one: idempotent."""
         name = node.rank.hello.name
         source = self._sources.get(name)
         if source is None or not source.members.remove(node, reason, clean):
-            return
+            return False
         for barrier in source.barriers.values():
             barrier.left(node.rank.member, reason, clean)
         if not source.members.trainers and not source.members.gone_trainers:
             self._end_source(name)
+        return True
 
     def _end_source(self, name: str) -> None:
         for adapter in self._sources.pop(name).barriers:

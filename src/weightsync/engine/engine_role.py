@@ -242,9 +242,10 @@ class EngineRole(SessionFront):
         if filler is not None:
             filler.close()
 
-    def _free(self, _: LetGo, deadline: Deadline) -> None:
-        self._drop_filler()
-        self._staged = None
+    def _free(self, news: LetGo, deadline: Deadline) -> None:
+        if not news.adapters:
+            self._drop_filler()
+            self._staged = None
         self.loras.let_go(deadline)
 
     def _plan_filler(self, what: str) -> PlanFiller:

@@ -121,9 +121,15 @@ def test_the_memory_of_a_trainer_that_is_gone_is_free_and_the_next_one_publishes
             assert version is not None
 
 
-def test_memory_of_adapters_is_let_go_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_adapters_is_let_go_with_their_publisher_and_with_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def regions() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:weightsync")
+
+    def wait_for(expected: int) -> None:
+        deadline = time.monotonic() + 10
+        while regions() > expected and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+        assert regions() == expected
 
     quick = partial(msgspec.structs.replace, grace=0.2)
     monkeypatch.setattr("weightsync.server.server.control_settings", lambda settings: quick(control_settings(settings)))
@@ -135,12 +141,13 @@ def test_memory_of_adapters_is_let_go_with_the_trainer(monkeypatch: pytest.Monke
             policy = nn.Sequential(nn.Linear(64, 64))
             with Trainer(policy, server.url, token=server.token, transports=["shared_memory"]) as trainer:
                 trainer.publish(1, timeout=30)
+                base = regions()
                 with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
                     adapters.publish("org/tenant", timeout=20)
-            deadline = time.monotonic() + 10
-            while regions() > before and time.monotonic() < deadline:
-                threading.Event().wait(0.05)
-            assert regions() == before
+                wait_for(base)
+                with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
+                    adapters.publish("org/tenant", timeout=20)
+            wait_for(before)
             assert engine.serving is not None
 
 

@@ -8,6 +8,7 @@ import gc
 import pytest
 from tests.unit.coordinator.contents import MANIFEST
 from tests.unit.coordinator.fakes import World
+from tests.unit.coordinator.test_adapters_in_step import Publisher
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
@@ -147,6 +148,20 @@ async def test_a_plan_that_nobody_uses_any_more_makes_room_for_the_next() -> Non
 
 def asked_to_let_go(world: World) -> list[str]:
     return [member for _, member, phase in world.log if phase == "let_go"]
+
+
+@virtual
+async def test_replicas_let_go_of_the_adapters_of_a_publisher_that_ends() -> None:
+    world = world_of("a", "b")
+    assert (await world.publish(1, 5.0)).ok
+    for rank in [Publisher(world, rank) for rank in range(2)]:
+        world.coordinator.leave(rank, "killed")
+    await asyncio.sleep(1.1)
+    assert sorted(asked_to_let_go(world)) == ["a/0", "b/0"]
+    world.log.clear()
+    assert (await world.publish(2, 5.0)).ok
+    assert not [phase for _, _, phase in world.log if phase == "prepare"], "they are prepared for the trainer still"
+    world.check()
 
 
 @virtual

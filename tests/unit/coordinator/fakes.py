@@ -255,10 +255,8 @@ class TrainerProcess(_Process):
         self.world, self.member, self.connected = world, f"trainer/{rank}", False
         self.placed: int | None = None
         self.slots: dict[int, int] = {}
-        self.calls: list[int] = []
-        """For which of its calls it was asked to place."""
-        self.orders: list[int] = []
-        """Of these placings, as the coordinator counted them."""
+        self.asked: list[Place] = []
+        """What it was asked to place."""
         self.notices: list[tuple[float, str]] = []
         self.last: Version | None = None
         self.credential = ""
@@ -297,8 +295,8 @@ class FakeTrainer(_Node):
     async def call(self, body: Body, timeout: float) -> Body:
         match body:
             case Place():
-                self.process.orders.append(body.order)
-                digests = await self.place(body.number, body.call)
+                self.process.asked.append(body)
+                digests = await self.place(body.number)
             case DigestUnderKey():
                 digests = await self.digest_under_key(body.number, body.key)
             case PlaceWindow():
@@ -307,9 +305,8 @@ class FakeTrainer(_Node):
                 raise AssertionError(body)
         return Placed(digests.astype("<u8").tobytes(), 0)
 
-    async def place(self, number: int, call: int) -> npt.NDArray[np.uint64]:
+    async def place(self, number: int) -> npt.NDArray[np.uint64]:
         process = self.process
-        process.calls.append(call)
         process.placed = None
         process.epoch += 1
         epoch = process.epoch

@@ -92,7 +92,7 @@ async def test_a_rank_that_was_interrupted_publishes_before_its_withdrawal_has_a
         with pytest.raises(WeightSyncError, match="trainer/0 was interrupted"):
             await ask(world, 1, 1)
     assert await number_of(again, ask(world, 1, 2, number=number)) == (number or 0)
-    assert len(world.trainers["trainer/0"].calls) == 1
+    assert len(world.trainers["trainer/0"].asked) == 1
 
 
 @virtual

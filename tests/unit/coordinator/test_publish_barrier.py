@@ -437,7 +437,8 @@ async def test_ranks_place_for_the_call_by_which_they_asked() -> None:
     world.add_replica("r")
     await asyncio.gather(ask(world, 0, call=7), ask(world, 1, call=3))
     await asyncio.gather(ask(world, 0, 2, call=8), ask(world, 1, 2, call=9))
-    assert [world.trainers[f"trainer/{rank}"].calls for rank in range(2)] == [[7, 8], [3, 9]]
+    asked = [world.trainers[f"trainer/{rank}"].asked for rank in range(2)]
+    assert [[place.call for place in places] for places in asked] == [[7, 8], [3, 9]]
 
 
 @virtual
@@ -486,6 +487,6 @@ async def test_after_a_restart_a_version_is_of_the_calls_that_had_placed_it_or_o
         for outcome in outcomes:
             assert isinstance(outcome, RoundFailed)
             assert "trainer/0 had placed it, trainer/1 had not" in str(outcome)
-        assert not world.trainers["trainer/1"].calls
+        assert not world.trainers["trainer/1"].asked
     else:
         assert [outcome.version.number for outcome in outcomes if isinstance(outcome, RoundResult)] == [3 if placed[0] else 0] * 2

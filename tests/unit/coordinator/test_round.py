@@ -55,7 +55,7 @@ async def test_each_placing_has_a_number_of_its_own_that_trainer_ranks_share() -
     with pytest.raises(WeightSyncError):
         await world.publish(2)
     await world.publish(2)
-    orders = [world.trainers[f"trainer/{rank}"].orders for rank in range(2)]
+    orders = [[asked.order for asked in world.trainers[f"trainer/{rank}"].asked] for rank in range(2)]
     assert orders[0] == orders[1]
     assert orders[0] == sorted(set(orders[0]))
     assert len(orders[0]) == 3

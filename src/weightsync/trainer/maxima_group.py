@@ -36,8 +36,8 @@ class MaximaGroup:
         self.broken = ""
         """Why no further maxima can be taken; empty while they can."""
         self.order = -1
-        """``Place.order`` of the placing for which maxima are taken next. A version's number would not do: it may be placed again, and
-        one rank may not have heard of the first time."""
+        """``Place.order`` of the placing for which maxima are taken next. A version's number would not do: it may be placed again,
+        and one rank may not have heard of the first time."""
         self.turns = 0
         """Maxima that this rank has begun to take."""
 

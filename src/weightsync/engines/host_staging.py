@@ -28,11 +28,6 @@ class HostStaging:
         self._arrived: set[str] = set()
 
     @property
-    def has_draft(self) -> bool:
-        """Whether the checkpoint includes a draft model."""
-        return self._draft_prefix is not None
-
-    @property
     def empty(self) -> bool:
         """Whether nothing has arrived since :meth:`begin`."""
         return not self._arrived

@@ -67,6 +67,6 @@ class StagedAdapter(EngineAdapter):
         self._staging.load(tensors)
 
     @property
-    def _received_direct(self) -> bool:
+    def received_direct(self) -> bool:
         """Whether the update wrote the parameters themselves: all ranks of a round use the same delivery."""
         return self._direct is not None and self._staging.empty

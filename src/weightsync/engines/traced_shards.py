@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from weightsync.errors import LayoutError, LoadError
+from weightsync.errors import ConfigurationError, LayoutError, LoadError
 from weightsync.model import Manifest
+from weightsync.protocol.messages import Delivery
 from weightsync.tensors.shards import Shard
 from weightsync.tracing.tracer import Traced, trace_loader
 from weightsync.tracing.verify import Reload, try_against
@@ -94,6 +95,25 @@ def find_direct(
         _log.info("weightsync: %d tensors are delivered directly into the parameters of %s", len(manifest), engine)
         return direct
     return reason
+
+
+def chosen_shards(
+    delivery: Delivery, find: Callable[[], DirectShards | str], rank: str, engine: str
+) -> tuple[DirectShards | None, str]:
+    """Return what ``find`` returns, as ``delivery`` has it: the shards, or ``None`` and the reason to stream (empty: it was asked).
+
+    Raises:
+        ConfigurationError: ``delivery`` is ``direct``, and there are no shards. The message names the ``rank``.
+    """
+    if delivery == "streamed":
+        return None, ""
+    direct = find()
+    if isinstance(direct, DirectShards):
+        return direct, ""
+    if delivery == "direct":
+        raise ConfigurationError(f"{rank} cannot be written directly: {direct}")
+    _log.warning("weightsync: weights are streamed through %s's loader: %s", engine, direct)
+    return None, direct
 
 
 @contextmanager

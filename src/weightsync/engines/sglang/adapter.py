@@ -64,7 +64,7 @@ class SglangAdapter(StagedAdapter):
 
     def finish(self, version: Version) -> None:
         """Load the staged tensors on the scheduler's thread."""
-        if not self._received_direct:
+        if not self.received_direct:
             self._staging.check_complete()
             self._loop.call(lambda: self._install(self._staging.tensors()), COMMIT_SECONDS)
         self._loaded = version

@@ -21,7 +21,7 @@ from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_o
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
-from weightsync.engines.traced_shards import DirectShards, find_direct
+from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery
 
@@ -104,15 +104,11 @@ def _find_direct(
     delivery: Delivery,
 ) -> tuple[DirectShards | None, str]:
     """Return the shards for direct delivery, or ``None`` and the reason to stream."""
-    manifest, because = checkpoint.manifest, ""
-    if delivery != "streamed":
-        direct = find_direct(runner.model, manifest, partial(install, runner), device, ranks, engine="SGLang", package="sglang")
-        if isinstance(direct, DirectShards):
-            return direct, ""
-        because = direct
-        if delivery == "direct":
-            raise ConfigurationError(f"this rank of SGLang cannot be written directly: {because}")
-        _log.warning("weightsync: weights are streamed through SGLang's loader: %s", because)
+    manifest, reload = checkpoint.manifest, partial(install, runner)
+    trial = partial(find_direct, runner.model, manifest, reload, device, ranks, engine="SGLang", package="sglang")
+    direct, because = chosen_shards(delivery, trial, "this rank of SGLang", "SGLang")
+    if direct is not None:
+        return direct, ""
     try:
         gaps = gaps_of_loader(runner.model, manifest, ranks, padding_of_vocabulary(runner.model))
     except LoadError as error:

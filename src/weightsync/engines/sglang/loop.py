@@ -57,7 +57,7 @@ class SchedulerLoop(Closeable):
         self._holding = False
         self._held: list[object] = []
         self._paused = False
-        self._asleep: frozenset[str] = frozenset()
+        self._asleep: frozenset[str] = frozenset()  # what SGLang has released: weights, kv_cache, cuda_graph
         self._disturbance = ""  # type of a request by which another client wrote weights while the engine was paused
         self._wake_error: Exception | None = None
         self._closed = False
@@ -169,11 +169,6 @@ class SchedulerLoop(Closeable):
                 future.set_exception(Aborted("SGLang's scheduler has ended"))
 
     # On weightsync's thread.
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """What SGLang has released: ``weights``, ``kv_cache``, ``cuda_graph``."""
-        return self._asleep
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Return when no rank computes. None does until :meth:`proceed`.

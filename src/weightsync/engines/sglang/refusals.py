@@ -76,12 +76,7 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
             f"--speculative-algorithm is {arguments.speculative_algorithm!r}: its draft model would keep its weights. Only drafts "
             "without weights (NGRAM) are supported"
         )
-    return _kept_copies(runner.model)
-
-
-def _kept_copies(model: Any) -> str | None:  # noqa: ANN401 - SGLang's model
-    """Return SGLang's own reason why it keeps copies of weights that no loader refreshes."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    reason = weight_updater._unsupported_derived_weight_cache_error(model)
+    reason = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # copies of weights that no loader refreshes
     return None if reason is None else str(reason)

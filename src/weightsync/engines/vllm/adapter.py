@@ -50,6 +50,7 @@ class VllmWorkerAdapter(StagedAdapter):
     ) -> None:
         super().__init__(checkpoint, "vLLM", direct, device, draft_prefix)
         self._controls = controls
+        self.has_draft = draft_prefix is not None
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
         self._lora_versions = loras
@@ -73,7 +74,7 @@ class VllmWorkerAdapter(StagedAdapter):
 
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
-        if self._received_direct:
+        if self.received_direct:
             self._loaded = {False}
         else:
             self._staging.check_complete()
@@ -134,11 +135,6 @@ class VllmWorkerAdapter(StagedAdapter):
         """Free a version that vLLM has taken under the id ``number`` (0: that it has not taken)."""
         if self._lora_versions is not None:
             self._lora_versions.forget(label, number)
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether the checkpoint includes a draft model."""
-        return self._staging.has_draft
 
     def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.

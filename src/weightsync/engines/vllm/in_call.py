@@ -7,7 +7,6 @@ engine's loop are in the call, so no step can start. Nothing else of vLLM is nee
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from contextlib import ExitStack
 from typing import Any, cast
@@ -18,7 +17,7 @@ from weightsync.engine.engine import Engine
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.owner_call import OwnerCall
-from weightsync.engines.traced_shards import DirectShards
+from weightsync.engines.traced_shards import DirectShards, chosen_shards
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.direct import direct_shards
 from weightsync.engines.vllm.loading import install
@@ -27,8 +26,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Version
 from weightsync.protocol.messages import Delivery
 from weightsync.releases import IN_CALL, check_interface, warn_if_untested
-
-_log = logging.getLogger(__name__)
 
 _OWN = "_weightsync_called"
 _SETTLE = 10.0  # seconds from the end of the last step to the end of the update
@@ -63,14 +60,9 @@ class _CalledAdapter(VllmWorkerAdapter):
         super().begin()
 
     @property
-    def installed_directly(self) -> bool:
-        """Whether the last update wrote the parameters themselves."""
-        return self._received_direct
-
-    @property
     def nbytes(self) -> int:
         """Bytes that an update brings to this rank."""
-        shards = self.shards() if self._received_direct else None
+        shards = self.shards() if self.received_direct else None
         if shards is None:
             return self.manifest().nbytes
         return sum(shard.tensor.nbytes for shard in shards)
@@ -93,8 +85,7 @@ class CalledWorker:
     def __init__(self, worker: Any) -> None:  # noqa: ANN401 - vLLM's
         self._worker, self._parallel = worker, worker.parallel_config
         self._rank = global_rank(self._parallel)
-        self._checkpoint: HfCheckpoint | None = None
-        self._direct: DirectShards | str | None = None
+        self._chosen: dict[Delivery, tuple[DirectShards | None, str]] = {}
         self._call = OwnerCall(self._load, f"rank {self._rank}")
         self._adapter: _CalledAdapter | None = None
         self._engine: Engine | None = None
@@ -124,26 +115,25 @@ class CalledWorker:
                 install(self._worker.get_model(), self._worker.model_config, self._adapter.staged())
             self._adapter.loaded()
 
-    def _find(self, request: Delivery) -> tuple[HfCheckpoint, DirectShards | None]:
-        """Return the checkpoint, and shards for direct delivery; ``None`` to stream."""
-        worker, config = self._worker, self._worker.model_config
-        if self._checkpoint is None:
-            check_interface("vllm", IN_CALL)
-            warn_if_untested("vllm")
-            refuse_balancing(self._parallel)
-            self._checkpoint = checkpoint_of(config.model, config.revision, config.hf_config)
-        if request == "streamed":
-            return self._checkpoint, None
-        if self._direct is None:
-            model, ranks = worker.get_model(), self._parallel.world_size_across_dp
-            self._direct = direct_shards(worker.vllm_config, model, worker.device, self._checkpoint, ranks)
-            if isinstance(self._direct, str):
-                _log.warning("weightsync: weights are streamed through vLLM's loader: %s", self._direct)
-        if isinstance(self._direct, DirectShards):
-            return self._checkpoint, self._direct
-        if request == "direct":
-            raise ConfigurationError(f"this vLLM worker cannot be written directly: {self._direct}")
-        return self._checkpoint, None
+    @functools.cached_property
+    def _checkpoint(self) -> HfCheckpoint:
+        config = self._worker.model_config
+        check_interface("vllm", IN_CALL)
+        warn_if_untested("vllm")
+        refuse_balancing(self._parallel)
+        return checkpoint_of(config.model, config.revision, config.hf_config)
+
+    @functools.cached_property
+    def _traced(self) -> DirectShards | str:
+        worker, ranks = self._worker, self._parallel.world_size_across_dp
+        return direct_shards(worker.vllm_config, worker.get_model(), worker.device, self._checkpoint, ranks)
+
+    def _find(self, request: Delivery) -> tuple[HfCheckpoint, DirectShards | None, str]:
+        """Return the checkpoint, and shards for direct delivery; ``None`` and the reason to stream."""
+        checkpoint = self._checkpoint
+        if request not in self._chosen:
+            self._chosen[request] = chosen_shards(request, lambda: self._traced, "this vLLM worker", "vLLM")
+        return checkpoint, *self._chosen[request]
 
     def ready(self, delivery: Delivery | None = None, release: str | None = None) -> dict[str, Any]:
         """Prepare to join: learn how weights are delivered. The engine must be awake. The first call may take seconds.
@@ -159,14 +149,14 @@ class CalledWorker:
         with together(self._parallel):
             if release not in (None, __version__):
                 raise ConfigurationError(f"vLLM's workers have weightsync {__version__}, and the caller has {release}")
-            about = self._about(self._find(AttachOptions(delivery=delivery).chosen_delivery())[1])
+            about = self._about(*self._find(AttachOptions(delivery=delivery).chosen_delivery())[1:])
         return about
 
-    def _about(self, direct: DirectShards | None) -> dict[str, Any]:
+    def _about(self, direct: DirectShards | None, because: str) -> dict[str, Any]:
         return {
             "weightsync": __version__, "rank": self._rank, "ranks": self._parallel.world_size_across_dp,
             "delivery": "streamed" if direct is None else "direct",
-            "reason": self._direct if isinstance(self._direct, str) and direct is None else "",
+            "reason": because,
         }  # fmt: skip
 
     def join(
@@ -213,16 +203,16 @@ class CalledWorker:
                 delivery=delivery, token=read_token(token_file, "token_file ").reveal() if token_file else None,
             )  # fmt: skip
             chosen = options.chosen_delivery()
-            checkpoint, direct = self._find(chosen)
+            checkpoint, direct, because = self._find(chosen)
             if self._joined_as != place:
                 self.leave()
                 adapter = _CalledAdapter(self._call, checkpoint, direct, self._worker.device)
-                adapter.no_shards = self._direct if isinstance(self._direct, str) else ""
+                adapter.no_shards = because
                 self._engine = self._owned.enter_context(
                     options.join(adapter, self._rank, self._parallel.world_size_across_dp, chosen)
                 )
                 self._adapter, self._joined_as = adapter, place
-            about = {**self._about(direct), "replica": name}
+            about = {**self._about(direct, because), "replica": name}
         return about
 
     def update(self, number: int | None = None, epoch: int | None = None, timeout: float = 300.0, call: int = 0) -> dict[str, Any]:
@@ -256,7 +246,7 @@ class CalledWorker:
                 self._discarded = False
             about = {
                 "replica": engine.replica, "rank": self._rank, "version": str(held), "epoch": held.epoch, "number": held.number,
-                "digest": held.digest, "verified": "installed" if adapter.installed_directly else "received",
+                "digest": held.digest, "verified": "installed" if adapter.received_direct else "received",
                 "nbytes": nbytes, "waited": waited, "seconds": time.monotonic() - started - waited,
             }  # fmt: skip
         return about

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from weightsync.config import variable
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
-from weightsync.engines.traced_shards import DirectShards
+from weightsync.engines.traced_shards import chosen_shards
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, LoraControls
 from weightsync.engines.vllm.direct import direct_shards
@@ -73,7 +73,6 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
         self._pushed: PushedUpdates | None = None
-        self._streams_because = ""
         self._within = False  # inside a call that all workers make together
 
     @property
@@ -120,11 +119,12 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
             delivery = "streamed" if delivery == "auto" else delivery  # two models have two loaders
-        direct = self._find_direct(checkpoint, delivery, parallel.world_size_across_dp)
+        trial = partial(direct_shards, self.vllm_config, self.model, self.device, checkpoint, parallel.world_size_across_dp)
+        direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
             adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._find_loras(controls))
-            adapter.no_shards = self._streams_because
+            adapter.no_shards = streams_because
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
                 adapter.no_source = "its weights may be asleep while it serves (--enable-sleep-mode)"
@@ -182,19 +182,6 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             pushed.join(request.body)
             self._adapter, self._pushed = adapter, pushed
             self._owned.enter_context(owned.pop_all())
-
-    def _find_direct(self, checkpoint: HfCheckpoint, request: str, ranks: int) -> DirectShards | None:
-        """Return the shards for direct delivery; ``None`` to stream, for a logged reason. Runs on vLLM's model thread."""
-        if request == "streamed":
-            return None
-        direct = direct_shards(self.vllm_config, self.model, self.device, checkpoint, ranks)
-        if isinstance(direct, DirectShards):
-            return direct
-        if request == "direct":
-            raise ConfigurationError(f"this vLLM worker cannot be written directly: {direct}")
-        _log.warning("weightsync: weights are streamed through vLLM's loader: %s", direct)
-        self._streams_because = str(direct)
-        return None
 
     def start_weight_update(self) -> None:
         """Start an update. The layerwise reload is not opened yet, so that a failed update can be repeated."""

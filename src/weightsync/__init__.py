@@ -6,10 +6,10 @@ tensor library: the coordinator and the command line run without one.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from weightsync import errors
+from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
     from weightsync.config import Timeouts as Timeouts
@@ -44,48 +44,41 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Adapters": "weightsync.trainer.adapters",
-    "Box": "weightsync.model.box",
-    "Collective": "weightsync.transports.broadcast.collective",
-    "CudaIpc": "weightsync.transports.cuda.ipc",
-    "Engine": "weightsync.engine.engine",
-    "EngineAdapter": "weightsync.engine.adapter",
-    "InProcess": "weightsync.transports.host.inproc",
-    "Layout": "weightsync.model.layout",
-    "Manifest": "weightsync.model.manifest",
-    "ModuleAdapter": "weightsync.engines.module",
-    "Nccl": "weightsync.transports.broadcast.nccl",
-    "Nixl": "weightsync.transports.nixl.transport",
-    "PauseMode": "weightsync.model.pause",
-    "Receiver": "weightsync.engine.receiver",
-    "ReplicaResult": "weightsync.model.result",
-    "RoundResult": "weightsync.model.result",
-    "Shard": "weightsync.tensors.shards",
-    "SharedMemory": "weightsync.transports.host.shared_memory",
-    "Stream": "weightsync.trainer.stream",
-    "Tcp": "weightsync.transports.tcp.transport",
-    "TensorSpec": "weightsync.model.manifest",
-    "Timeouts": "weightsync.config",
-    "Trainer": "weightsync.trainer.trainer",
-    "Version": "weightsync.model.version",
-    "base_weights": "weightsync.trainer.lora_state",
-    "manifest_of": "weightsync.tensors.shards",
-    "shard": "weightsync.tensors.shards",
-    "shards_of": "weightsync.tensors.shards",
+_HOLDS = {
+    "config": ("Timeouts",),
+    "engine.adapter": ("EngineAdapter",),
+    "engine.engine": ("Engine",),
+    "engine.receiver": ("Receiver",),
+    "engines.module": ("ModuleAdapter",),
+    "model.box": ("Box",),
+    "model.layout": ("Layout",),
+    "model.manifest": ("Manifest", "TensorSpec"),
+    "model.pause": ("PauseMode",),
+    "model.result": ("ReplicaResult", "RoundResult"),
+    "model.version": ("Version",),
+    "tensors.shards": ("Shard", "manifest_of", "shard", "shards_of"),
+    "trainer.adapters": ("Adapters",),
+    "trainer.lora_state": ("base_weights",),
+    "trainer.stream": ("Stream",),
+    "trainer.trainer": ("Trainer",),
+    "transports.broadcast.collective": ("Collective",),
+    "transports.broadcast.nccl": ("Nccl",),
+    "transports.cuda.ipc": ("CudaIpc",),
+    "transports.host.inproc": ("InProcess",),
+    "transports.host.shared_memory": ("SharedMemory",),
+    "transports.nixl.transport": ("Nixl",),
+    "transports.tcp.transport": ("Tcp",),
+    "errors": errors.__all__,
 }
+"""Modules, and the public names that they hold."""
 
-__all__ = sorted(["__version__", *_WHERE, *errors.__all__])  # noqa: PLE0605
+_WHERE = {name: module for module, names in _HOLDS.items() for name in names}
+
+__all__ = sorted(["__version__", *_WHERE])  # noqa: PLE0605
 
 
 if not TYPE_CHECKING:  # else a misspelt name would pass the type checker
-
-    def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module(_WHERE.get(name, "weightsync.errors")), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

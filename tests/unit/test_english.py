@@ -105,7 +105,7 @@ def test_guides_use_the_words_of_users() -> None:
 def public_docstrings() -> Iterator[tuple[str, str]]:
     """Names and docstrings of the public classes and functions, and of their public members. Nothing of them is imported."""
     for public, module in weightsync._WHERE.items():
-        tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+        tree = ast.parse((ROOT / "src" / "weightsync" / f"{module.replace('.', '/')}.py").read_text())
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == public:
                 yield public, ast.get_docstring(node) or ""

@@ -121,9 +121,7 @@ FORBIDDEN_FROM = {
     ("builtins", "exec"),
 }
 IMPORTS_BY_NAME = {
-    "__init__.py": "this package's own public names, from a table",
-    "engines/vllm/__init__.py": "a constant",
-    "external/__init__.py": "this package's own public names, from a table",
+    "first_use.py": "a package's own public names, from its table",
     "integrations/checks.py": "packages of the table of checks",
     "releases.py": "modules of the table of releases",
     "rollouts/__init__.py": "modules of weightsync-rollouts under their old names, from a list",

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from weightsync import __version__
 from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import (
     CaFile,
@@ -47,44 +48,26 @@ app = typer.Typer(
 def add_bench_commands(app: typer.Typer) -> None:
     """Add the package's commands to ``app``, or two that say how to install it."""
     if importlib.util.find_spec("weightsync_bench") is None:
-        any_options = {"ignore_unknown_options": True}
-        app.command(cls=Command, context_settings=any_options)(bench)
-        app.command(cls=Command, context_settings=any_options)(plan)
+        for name, does in (("bench", "Measure whole rounds on this machine."), ("plan", "Forecast an update of your model.")):
+            text = f"{does} Not installed: run `pip install ./bench` in a clone of weightsync."
+            app.command(name, cls=Command, help=text, context_settings={"ignore_unknown_options": True})(_not_installed)
         return
     commands = importlib.import_module("weightsync_bench.commands")
     app.command(cls=Command)(commands.bench)
     app.command(cls=Command)(commands.plan)
 
 
-_Arguments = Annotated[list[str] | None, typer.Argument(hidden=True)]
-
-
-def bench(arguments: _Arguments = None) -> None:
-    """Measure whole rounds on this machine. Not installed: run `pip install ./bench` in a clone of weightsync."""
-    raise _not_installed("bench")
-
-
-def plan(arguments: _Arguments = None) -> None:
-    """Forecast an update of your model. Not installed: run `pip install ./bench` in a clone of weightsync."""
-    raise _not_installed("plan")
-
-
-def _not_installed(command: str) -> Exception:
+def _not_installed(context: typer.Context, arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
     from weightsync.errors import ConfigurationError
 
-    return ConfigurationError(
-        f"`weightsync {command}` needs the package weightsync-bench: run `pip install ./bench` in a clone of weightsync"
+    raise ConfigurationError(
+        f"`weightsync {context.info_name}` needs the package weightsync-bench: run `pip install ./bench` in a clone of weightsync"
     )
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(version("weightsync"))
-        except PackageNotFoundError:
-            typer.echo("unknown (not installed)")
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich import box
 from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
@@ -39,6 +39,7 @@ _SHOWN_ROUNDS = 5
 _SHOWN_ADAPTERS = 20
 _SHOWN_NAMES = 4
 _OPTIONAL_COLUMNS = ("by transport", "GB/s", "version", "bytes", "replicas", "ended", "run", "pause")  # the first to hide first
+_TEXTS = ("outcome", "slowest", "by transport")
 _RANK_WIDTH = 12  # a longer name is shortened before a column is hidden
 _UNLIMITED = 1 << 20  # columns
 _HALF_A_DAY = 43200.0
@@ -172,7 +173,9 @@ def _heading(status: Status) -> Text:
     return plain_text(f"{_clock(status.now, status.now)}  run {status.run}: {'; '.join(parts)}")
 
 
-def titled_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[object]] = ()) -> Table:
+def titled_table(
+    title: str, headings: Iterable[str], rows: Iterable[Iterable[object]] = (), overflow: OverflowMethod = "fold"
+) -> Table:
     """Return a table in the style of all commands.
 
     A heading that starts with ``>`` is of a column of numbers, with ``~`` of text that may wrap. Cells are Rich's texts and bars,
@@ -184,7 +187,7 @@ def titled_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[ob
     )  # fmt: skip
     for heading in headings:
         table.add_column(
-            heading.lstrip(">~"), justify="right" if heading[:1] == ">" else "left", no_wrap=heading[:1] != "~", overflow="fold"
+            heading.lstrip(">~"), justify="right" if heading[:1] == ">" else "left", no_wrap=heading[:1] != "~", overflow=overflow
         )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text | Bar) else plain_text(_cell(cell)) for cell in row))
@@ -296,15 +299,10 @@ class _RoundsTable:
             yield Text(f"hidden at this width: {', '.join(heading for heading in self._rows[0] if heading in hidden)}", style="dim")
 
     def _without(self, hidden: Collection[str]) -> Table:
-        table = titled_table("rounds", ())
-        headings = [heading for heading in self._rows[0] if heading not in hidden]
-        for heading in headings:
-            # Rich shortens a column that may wrap first; its overflow keeps the line whole.
-            left, shortened = heading in ("outcome", "slowest", "at rank", "by transport"), heading == "at rank"
-            table.add_column(heading, justify="left" if left else "right", no_wrap=not shortened, overflow="ellipsis")
-        for row in self._rows:
-            table.add_row(*(row[heading] for heading in headings))
-        return table
+        kept = [heading for heading in self._rows[0] if heading not in hidden]
+        # Rich shortens a column that may wrap first; its overflow keeps the line whole.
+        headings = ("~at rank" if name == "at rank" else name if name in _TEXTS else f">{name}" for name in kept)
+        return titled_table("rounds", headings, ([row[name] for name in kept] for row in self._rows), overflow="ellipsis")
 
 
 def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> str:

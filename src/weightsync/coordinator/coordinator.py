@@ -40,7 +40,7 @@ from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
-from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
@@ -53,7 +53,7 @@ from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.status_of import replica_gauges, replica_status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
-from weightsync.errors import Aborted, DeadlineExceeded, MembershipError, StaleSource, VersionError, WeightSyncError, readable
+from weightsync.errors import Aborted, MembershipError, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import Done, EndCall, LetGo, Publish, ReplicaResult, RoundResult, WaitForReplicas
@@ -63,7 +63,6 @@ from weightsync.spans import recording, tracing
 from weightsync.store.signing import SigningKey
 
 _log = logging.getLogger(__name__)
-_ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
 
@@ -97,7 +96,7 @@ class Coordinator:
         """Returns when routers know which replicas serve now; by default there are none."""
         self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)
-        self._past = PastRounds(settings.history, settings.traces)
+        self.past = PastRounds(settings.history, settings.traces)
         self._planner = Planner(settings.plan_bytes)
         self._keyed = KeyedDigester(self._members, self._planner)
         self._preparing = PreparingAhead(self._members, self._planner, settings, self._lock, self._spawn)
@@ -301,9 +300,7 @@ class Coordinator:
         return await self.attendance.wait(link, asked, RoundDeadline(timeout))
 
     def _start_publication(self, asked: AgreedPublication) -> asyncio.Task[RoundResult]:
-        left = asked.deadline.left
-        grace = min(self.settings.grace, left / 5)  # a long quarantine must not delay the end of a short publication
-        return self._spawn(self._publish(asked, RoundDeadline(left - grace - min(_ANSWER_SECONDS, left / 20)), grace))
+        return self._spawn(self._publish(asked, *asked.limits(self.settings.grace)))
 
     async def _publish(self, asked: AgreedPublication, deadline: RoundDeadline, grace: float) -> RoundResult:
         self._pending_publications += 1
@@ -379,16 +376,16 @@ class Coordinator:
                 result = await (run_stream_round(order) if self._members.streams else run_round(order))
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            self._past.keep_trace(tracer, why)
+            self.past.keep_trace(tracer, why)
             if isinstance(error, Exception):
-                self._past.failure = (this, why, time.time())
+                self.past.failure = (this, why, time.time())
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
-        self._past.keep_trace(tracer, result.error)
+        self.past.keep_trace(tracer, result.error)
         if tracer is not None:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}
             result = structs.replace(result, slowest=tracer.slowest_span, transports=transports)
-        self._past.keep(result)
+        self.past.keep(result)
         self.loras.base_updated()
         self._feed.emit(RoundEnded(this, result, result.error, seeding, result.seconds, queued))
         return result
@@ -401,10 +398,7 @@ class Coordinator:
         asked = asyncio.get_running_loop().time()
         self._queued += 1
         try:
-            async with asyncio.timeout_at(deadline.at):
-                await self._lock.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{what} took more than {deadline.seconds:g} s") from None
+            await bounded(what, deadline, self._lock.acquire())
         finally:
             self._queued -= 1
         try:
@@ -516,13 +510,13 @@ class Coordinator:
             trainer_world_size=self._members.world_size,
             trainer=tuple(link.status() for _, link in sorted(self._members.trainers.items())),
             replicas=replicas,
-            rounds=tuple(self._past.results),
+            rounds=tuple(self.past.results),
             epoch=self._publications.epoch,
             now=time.time(),
             started=self._started,
             trainer_expected=self._members.trainer_expected,
             trainer_gone=gone,
-            alerts=alerts_of(replicas, gone, self._past),
+            alerts=alerts_of(replicas, gone, self.past),
             stored=None if self.stored.newest is None else self.stored.newest.version,
             adapters=self.loras.status(),
         )
@@ -541,22 +535,13 @@ class Coordinator:
             queued=self._queued,
             trainer=tuple(self._members.trainers),
             epoch=self._publications.epoch,
-            missed=len(self._past.results[-1].missed) if self._past.results else 0,
+            missed=len(self.past.results[-1].missed) if self.past.results else 0,
             late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
-            slowest=self._past.traces[-1].slowest_by_phase if self._past.traces else {},
+            slowest=self.past.traces[-1].slowest_by_phase if self.past.traces else {},
             stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
             adapters=self.loras.status(),
         )
-
-    @property
-    def traces(self) -> Sequence[RoundTracer]:
-        """Traces of the last rounds, newest last."""
-        return self._past.traces
-
-    def traced(self, number: int) -> RoundTracer | None:
-        """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
-        return next((past for past in reversed(self._past.traces) if past.round == number), None)
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""

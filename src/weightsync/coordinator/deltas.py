@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightsync import failpoints
-from weightsync.coordinator.answers import check_digests, unpacked
+from weightsync.coordinator.answers import check_digests
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RoundDeadline, in_thread, on_all
@@ -63,13 +63,7 @@ async def stage(
             check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")
             if answer.nbytes < 0:
                 raise ProtocolError(f"{member} staged {answer.nbytes} bytes")
-        digests = {member: unpacked(answer.digests) for member, answer in staged.items()}
-
-        def check() -> None:
-            for members, cover in agreed.coverages:
-                cover.check({member: digests[member] for member in members}, placement.digests)
-
-        await in_thread("verifying what is staged", deadline, check)
+        await in_thread("verifying what is staged", deadline, lambda: agreed.check(staged, placement.digests))
     except DeadlineExceeded:
         raise
     except WeightSyncError as error:

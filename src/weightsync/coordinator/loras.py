@@ -40,7 +40,6 @@ from weightsync.protocol.messages import Body, CannotPublish, Done, Publish, Pub
 _log = logging.getLogger(__name__)
 _MOST_NAMES = 1 << 16
 _REMEMBERED_SOURCES = 256  # without a connected rank
-_ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 
 
 @dataclass(eq=False)
@@ -273,9 +272,7 @@ class Loras:
         self, source: str, spec: AdapterSpec, asked: AgreedPublication, replicas: Sequence[Replica], seeding: bool = False
     ) -> RoundResult:
         record, trainers = self._record(spec.name), self._sources[source].members.trainers_in_order()
-        left = asked.deadline.left
-        grace = min(self._settings.grace, left / 5)
-        deadline = RoundDeadline(left - grace - min(_ANSWER_SECONDS, left / 20))
+        deadline, grace = asked.limits(self._settings.grace)
         if self._running.locked():  # a round of the base weights
             async with self._serialize(deadline):
                 pass

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from weightsync.arrays import UInt64
+from weightsync.coordinator.answers import unpacked
 from weightsync.coordinator.ranks import EngineRank, PublishingRank
 from weightsync.errors import ConfigurationError, LayoutError, PeerLost
 from weightsync.model import Layout, Manifest
@@ -15,7 +17,7 @@ from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.limits import Stop
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
-from weightsync.protocol.messages import PlanSlice, SourceAddress
+from weightsync.protocol.messages import Moved, PlanSlice, SourceAddress, Staged
 
 _Bytes = Callable[[int], None]
 
@@ -68,6 +70,16 @@ class TransferPlan:
         """Return True if the rank objects are identical, that is, if no rank has rejoined."""
         now = (*sources.values(), *engines.values())
         return len(now) == len(self.parties) and all(map(operator.is_, now, self.parties))
+
+    def check(self, answers: Mapping[str, Moved | Staged], expected: UInt64) -> None:
+        """Check that what each rank answered, by member, adds up to the ``expected`` digests of the tensors.
+
+        Raises:
+            VerificationError: It does not.
+        """
+        digests = {member: unpacked(answer.digests) for member, answer in answers.items()}
+        for members, cover in self.coverages:
+            cover.check({member: digests[member] for member in members}, expected)
 
     @property
     def nbytes(self) -> int:

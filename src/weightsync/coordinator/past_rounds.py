@@ -20,6 +20,10 @@ class PastRounds:
         self.failure: tuple[int, str, float] | None = None
         """Number, error and end of the last round, if it ended without a result."""
 
+    def traced(self, number: int) -> RoundTracer | None:
+        """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
+        return next((past for past in reversed(self.traces) if past.round == number), None)
+
     def keep(self, result: RoundResult) -> None:
         """Keep the result of a round."""
         self.results.append(result)

@@ -34,6 +34,7 @@ _Position = tuple[bool, int, int]
 """Of a publication without a number: whether it has a step, the step, the count. Ordered where the first is equal."""
 
 _LAST_NUMBER = (1 << 63) - 1
+_ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 
 
 class OutOfCount(VersionError):
@@ -57,6 +58,12 @@ class AgreedPublication:
     calls: Mapping[str, int] = field(default_factory=dict)
     """The call of ``publish()`` by which each trainer rank asked, by member. A rank places for that call only: an interrupted one
     is over for its rank, even if it calls again at once."""
+
+    def limits(self, grace: float) -> tuple[RoundDeadline, float]:
+        """Return the round's deadline, which leaves time for its answers, and the seconds for a quarantine: at most ``grace``."""
+        left = self.deadline.left
+        grace = min(grace, left / 5)  # a long quarantine must not delay the end of a short publication
+        return RoundDeadline(left - grace - min(_ANSWER_SECONDS, left / 20)), grace
 
 
 @dataclass

@@ -482,16 +482,10 @@ async def verify(agreed: TransferPlan, moved: Mapping[str, Moved], expected: UIn
     Raises:
         VerificationError: They do not. The message names the tensors.
     """
-    digests = {member: unpacked(answer.digests) for member, answer in moved.items()}
-
-    def check() -> None:
-        for members, cover in agreed.coverages:
-            cover.check({member: digests[member] for member in members}, expected)
-
-    if sum(map(len, digests.values())) > _ROWS_AT_ONCE:
-        await in_thread("verifying", deadline, check)
+    if sum(len(answer.digests) for answer in moved.values()) > 8 * _ROWS_AT_ONCE:
+        await in_thread("verifying", deadline, lambda: agreed.check(moved, expected))
     else:
-        check()
+        agreed.check(moved, expected)
 
 
 async def finish(report: Report, engines: Engines, version: Version, deadline: RoundDeadline) -> None:

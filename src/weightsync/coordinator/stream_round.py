@@ -194,9 +194,7 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
         raise failed.exceptions[0] from failed.exceptions[0].__cause__
     ends = {(end.windows, end.manifest) for end in (task.result() for task in ranks)}
     if len(ends) > 1:
-        raise ConfigurationError(
-            "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them"
-        )
+        raise ConfigurationError(_DIFFERENT)
     [(windows, fingerprint)] = ends
     manifest, totals = flow.tensors.end()
     if windows != len(flow.placed) or fingerprint != manifest.fingerprint or not manifest.nbytes:

@@ -172,7 +172,9 @@ class OwnerCall:
         deadline, order = Deadline(timeout), self._order
         patience = timeout - min(_ANSWER_SECONDS, timeout / 10)
         with self._changed:
-            self._changed.wait_for(lambda: self._given_up or self._refused or self._taking(order), patience)
+            self._changed.wait_for(
+                lambda: self._given_up or self._refused or (self._call is not None and self._call.takes(order)), patience
+            )
             given_up = self._given_up or self._refused
             if given_up:
                 raise Aborted(f"the update was given up before the framework called {self._member}: {given_up}")
@@ -186,9 +188,6 @@ class OwnerCall:
             self._call.limit = Deadline(deadline.left + _GRACE)
             self._entered_name = self._call.name
             self._changed.notify_all()
-
-    def _taking(self, order: tuple[int, int] | None) -> bool:
-        return self._call is not None and self._call.takes(order)
 
     def _entered(self) -> _LastingCall:
         call = self._call

@@ -12,8 +12,9 @@ See ``docs/guides/disaggregated-update.md``.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
     from weightsync.external.rank import DisaggregatedRank
@@ -31,8 +32,4 @@ _MODULES = {
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"weightsync.external.{_MODULES[name]}"), name)
+    __getattr__ = on_first_use(__name__, _MODULES)

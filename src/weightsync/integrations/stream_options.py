@@ -50,15 +50,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             unknown = sorted(set(options.transports or ()) - set(known()))
             if unknown:
                 raise ConfigurationError(f"unknown transport {unknown[0]!r}; transports: {', '.join(known())}")
+            for name in [options.dtype] if isinstance(options.dtype, str) else (options.dtype or {}).values():
+                _dtype(name)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigurationError(f"{where}: {error}; options: {', '.join(cls.__struct_fields__)}") from None
-        for name in [options.dtype] if isinstance(options.dtype, str) else (options.dtype or {}).values():
-            try:
-                _dtype(name)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{where}.dtype: {error}") from None
         return options
 
     def staging(self) -> torch.device | None:
@@ -107,7 +104,7 @@ def _patterns(items: list[str]) -> dict[str, str]:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, _SHORT.get(name, name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"{name!r} is not a floating-point dtype of torch, such as bfloat16")
+        raise ConfigurationError(f"dtype: {name!r} is not a floating-point dtype of torch, such as bfloat16")
     return dtype
 
 

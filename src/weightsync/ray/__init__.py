@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.first_use import on_first_use
+
 try:
     import ray as _ray  # noqa: F401 - one check for the whole package
 except ModuleNotFoundError as error:
@@ -21,15 +23,5 @@ if TYPE_CHECKING:
 __all__ = ["Manager", "start_coordinator"]
 
 
-if not TYPE_CHECKING:  # imported on first use: an actor with a coordinator needs no tensor library
-
-    def __getattr__(name: str) -> object:
-        if name == "Manager":
-            from weightsync.ray.manager import Manager
-
-            return Manager
-        if name == "start_coordinator":
-            from weightsync.ray.coordinator_actor import start_coordinator
-
-            return start_coordinator
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # an actor with a coordinator needs no tensor library
+    __getattr__ = on_first_use(__name__, {"Manager": "manager", "start_coordinator": "coordinator_actor"})

@@ -23,7 +23,7 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import token_for
 from weightsync.ray.actor_calls import ActorCalls, call, handles
 from weightsync.ray.coordinator_actor import cluster_settings, with_token
-from weightsync.ray.members import is_joined, join_engine, join_trainer, leave, publish
+from weightsync.ray.members import is_joined, leave, publish
 from weightsync.ray.places import Access
 from weightsync.ray.rejoining import ActorGroup, Rejoining
 from weightsync.ray.token_files import TokenFiles
@@ -145,7 +145,7 @@ class Manager(Closeable):
             DeadlineExceeded: ``timeout`` passed.
             WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
-        self._add(ActorGroup(None, handles(workers), join_trainer, state, options), timeout)
+        self._add(ActorGroup(None, handles(workers), state, options), timeout)
 
     def add_replica(
         self,
@@ -175,7 +175,7 @@ class Manager(Closeable):
         """
         if not name:
             raise ConfigurationError("a replica needs a name")
-        self._add(ActorGroup(name, handles(workers), join_engine, adapter, options), timeout)
+        self._add(ActorGroup(name, handles(workers), adapter, options), timeout)
 
     def _add(self, group: ActorGroup, timeout: float) -> None:
         _refuse_captured(group.source)
@@ -209,11 +209,13 @@ class Manager(Closeable):
             PeerLost: A trainer's actor died.
             WeightSyncError: :meth:`weightsync.Trainer.publish` raised it.
         """
-        return _report(self._publish(version, timeout).wait(timeout + _GRACE))
+        result: RoundResult = self._publish(version, timeout).wait(timeout + _GRACE)[0]  # rank 0 has it
+        return result
 
     async def update_weights_async(self, version: int, timeout: float = 300.0) -> RoundResult:
         """Do the same as :meth:`update_weights`, on an event loop."""
-        return _report(await self._publish(version, timeout).join(timeout + _GRACE))
+        result: RoundResult = (await self._publish(version, timeout).join(timeout + _GRACE))[0]
+        return result
 
     def _publish(self, version: int, timeout: float) -> ActorCalls:
         Deadline(timeout)  # validates the timeout
@@ -279,11 +281,6 @@ class Manager(Closeable):
             )
         except (WeightSyncError, ray.exceptions.RayError) as error:
             _log.info("could not ask all ranks to leave: %s", error)
-
-
-def _report(results: list[Any]) -> RoundResult:
-    result: RoundResult = results[0]  # rank 0 has it
-    return result
 
 
 def _refuse_captured(function: Callable[[Any], Any]) -> None:

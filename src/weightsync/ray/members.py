@@ -21,28 +21,8 @@ _lock = threading.Lock()
 _joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}
 
 
-def join_trainer(worker: Any, access: Access, place: RankPlace, state: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Make this actor a trainer rank that publishes ``state(worker)``. Idempotent."""
-
-    def make() -> Trainer:
-        return Trainer(state(worker), access.url, token=access.token, rank=place.rank, world_size=place.world_size, **options)
-
-    _join(access, place, make)
-
-
-def join_engine(worker: Any, access: Access, place: RankPlace, adapter: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Make this actor an engine rank around ``adapter(worker)``. Idempotent."""
-
-    def make() -> Engine:
-        name = place.replica or ""
-        return Engine(
-            adapter(worker), name, access.url, token=access.token, rank=place.rank, world_size=place.world_size, **options
-        )
-
-    _join(access, place, make)
-
-
-def _join(access: Access, place: RankPlace, make: Callable[[], Trainer | Engine]) -> None:
+def join(worker: Any, access: Access, place: RankPlace, source: Callable[[Any], Any], options: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Make this actor a trainer rank that publishes ``source(worker)``, or an engine rank around that adapter. Idempotent."""
     with _lock:
         key = (place.replica, place.rank)
         before = _joined.get(key)
@@ -51,7 +31,10 @@ def _join(access: Access, place: RankPlace, make: Callable[[], Trainer | Engine]
         if before is not None:  # it belongs to another coordinator, whose manager is gone
             del _joined[key]
             before[1].close()
-        _joined[key] = (access, make())
+        at: dict[str, Any] = {"token": access.token, "rank": place.rank, "world_size": place.world_size, **options}
+        made = source(worker)
+        agent = Trainer(made, access.url, **at) if place.replica is None else Engine(made, place.replica, access.url, **at)
+        _joined[key] = (access, agent)
 
 
 def is_joined(_worker: Any, place: RankPlace) -> bool:  # noqa: ANN401

@@ -19,6 +19,7 @@ from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
 from weightsync.ray.actor_calls import as_own_error, call
+from weightsync.ray.members import join
 from weightsync.ray.places import Access, RankPlace
 from weightsync.server.watch import Watch
 
@@ -34,7 +35,6 @@ class ActorGroup:
 
     replica: str | None
     actors: tuple[Any, ...]
-    function: Callable[..., None]
     source: Callable[[Any], Any]
     options: Mapping[str, Any]
     busy: set[int] = field(default_factory=set)
@@ -49,7 +49,7 @@ class ActorGroup:
 
     def join(self, place: RankPlace, access: Access, retries: int = 0) -> Any:  # noqa: ANN401 - Ray's reference
         """Ask one actor to join."""
-        return call(self.actors[place.rank], self.function, access, place, self.source, self.options, retries=retries)
+        return call(self.actors[place.rank], join, access, place, self.source, self.options, retries=retries)
 
     def missing(self, status: Status) -> list[RankPlace]:
         """Ranks that the coordinator does not list."""

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from weightsync import __version__
 from weightsync.config import ClientSettings, Limits, SecretKind, ServerSettings
 from weightsync.errors import ConfigurationError
 from weightsync.model import Version
@@ -30,7 +31,7 @@ from weightsync.protocol.tokens import Secrets, secret_of
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import TokenAdmission
 from weightsync.server.connections import Connections
-from weightsync.server.metrics import CONTENT_TYPE, Declared, Registry, release
+from weightsync.server.metrics import CONTENT_TYPE, Declared, Registry
 from weightsync.spans import Span
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class AgentMetrics:
         self._lock = threading.Lock()
         self._ranks: dict[str, tuple[CoordinatorConnection, Callable[[], Version | None]]] = {}
         self._registry = Registry(AGENT_METRICS)
-        self._registry.replace("build_info", [({"version": release(), "protocol": str(PROTOCOL)}, 1.0)])
+        self._registry.replace("build_info", [({"version": __version__, "protocol": str(PROTOCOL)}, 1.0)])
         self._server: ExitStack | None = None
         self.port: int | None = None
         """Port of the server, while it runs."""

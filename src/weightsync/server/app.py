@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weightsync import __version__
 from weightsync.config import SecretKind, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.events import Event, RoundEnded, RoundStarted
@@ -34,7 +35,7 @@ from weightsync.server.event_streams import EventStreams
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
 from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.loop_share import LoopShare
-from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics, release
+from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics
 from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
 from weightsync.server.otel import OtelExport
@@ -119,25 +120,18 @@ class Service:
         self._otel = OtelExport() if settings.otel == "on" else None
         self._history = RoundHistory(settings.history_directory, coordinator.settings.run)
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
-        self._state = Snapshot(lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=release())))
+        self._state = Snapshot(lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=__version__)))
         self._routers = Routers(coordinator, settings) if settings.routers else None
         self._exposition = Snapshot(
             lambda: self._metrics.text(coordinator.gauges(), {} if self._routers is None else self._routers.settled())
         )
         uncounted = frozenset([*_UNCOUNTED, *(path for mount in mounts for path in mount.lasting)])
+        endpoints = (
+            self._health, self._page, self._challenge, self._status, self._served, self._round, self._rounds, self._trace,
+            self._revoke, self._events, self._openapi, self._exposed,
+        )  # fmt: skip
         routes = [
-            Route("/healthz", self._health),
-            Route("/", self._page),
-            Route(CHALLENGE_PATH, self._challenge),
-            Route("/v1/status", self._status),
-            Route(SERVED_PATH, self._served),
-            Route("/v1/rounds", operators_only(self._round), methods=["POST"]),
-            Route("/v1/rounds", self._rounds),
-            Route("/v1/trace", self._trace),
-            Route("/v1/revocations", operators_only(self._revoke), methods=["POST"]),
-            Route("/v1/events", self._events),
-            Route("/v1/openapi.json", self._openapi),
-            Route("/metrics", self._exposed),
+            *map(_route, OPERATIONS, endpoints),
             WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
             *(route for mount in mounts for route in mount.routes),
         ]
@@ -175,7 +169,7 @@ class Service:
     async def _count(self) -> None:
         async for event in self._coordinator.subscribe():
             if isinstance(event, RoundEnded):
-                traced = self._coordinator.traced(event.round)
+                traced = self._coordinator.past.traced(event.round)
                 self._metrics.count(event, traced)
                 if self._otel is not None and traced is not None:
                     self._otel.export(traced.trace)
@@ -215,7 +209,7 @@ class Service:
         return _answer(encode_served(replica.name, replica.manifest))
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), release()))
+        return _json(document((*OPERATIONS, *(operation for mount in self._mounts for operation in mount.operations)), __version__))
 
     async def _exposed(self, request: Request) -> Response:
         return Response(self._exposition.get(), headers={"Content-Type": CONTENT_TYPE})
@@ -229,9 +223,9 @@ class Service:
         return _json(await self._history.last(count))
 
     async def _trace(self, request: Request) -> Response:
-        traces = self._coordinator.traces
+        traces = self._coordinator.past.traces
         wanted = _number(request, "round", traces[-1].round if traces else 0, 1 << 62)
-        traced = self._coordinator.traced(wanted)
+        traced = self._coordinator.past.traced(wanted)
         if traced is None:
             why = f"rounds {traces[0].round} to {traces[-1].round} are kept" if traces else "no round ended, or WEIGHTSYNC_TRACES=0"
             raise HTTPException(HTTPStatus.NOT_FOUND, f"there is no trace of round {wanted}; {why}")
@@ -250,6 +244,11 @@ class Service:
 
     async def _events(self, request: Request) -> Response:
         return self._streams.respond(request, self._coordinator.subscribe, _event)
+
+
+def _route(operation: Operation, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+    answer = operators_only(endpoint) if operation.operator else endpoint
+    return Route(operation.path, answer, methods=[operation.method.upper()])
 
 
 def _event(event: Event) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -15,15 +16,16 @@ from weightsync.coordinator.status import RankStatus, Status
 from weightsync.errors import CoordinatorUnreachable, DeadlineExceeded
 from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import reason, unreachable
-from weightsync.protocol.messages import RoundResult, decoding
+from weightsync.protocol.messages import RoundResult
 from weightsync.server.history import RoundRecord
-from weightsync.server.http_client import EventReader, blocking_http, check, decoded, event_timeout
+from weightsync.server.http_client import EventReader, blocking_http, check, decoded, event_in, event_timeout
 from weightsync.server.openapi import Revocation, RoundRequest
 from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served
 
+T = TypeVar("T")
+
 _GRACE = 10.0  # seconds that an answer may come later than the round's own deadline
 _ROUND_SECONDS = 86400.0
-_EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Client(Closeable):
@@ -47,12 +49,12 @@ class Client(Closeable):
 
     def status(self) -> Status:
         """Who serves which version."""
-        return decoded(self._request("GET", "/v1/status"), Status, self._settings)
+        return self._request(Status, "GET", "/v1/status")
 
     def served(self, seconds: float) -> Served:
         """Tensors that the replicas hold. Waits up to ``seconds`` for the first replica."""
         asked = min(max(1, round(seconds)), MOST_SECONDS)
-        return decoded(self._request("GET", f"{SERVED_PATH}?timeout={asked}", seconds=asked + _GRACE), Served, self._settings)
+        return self._request(Served, "GET", f"{SERVED_PATH}?timeout={asked}", seconds=asked + _GRACE)
 
     def start_round(self, replicas: Sequence[str] | None = None, timeout: float | None = None) -> RoundResult:
         """Bring ``replicas`` (``None``: all that are behind) to the version in the trainer's regions; returns when it is over.
@@ -61,26 +63,22 @@ class Client(Closeable):
         """
         body = msgspec.json.encode(RoundRequest(None if replicas is None else tuple(replicas), timeout))
         seconds = _ROUND_SECONDS if timeout is None else timeout + _GRACE
-        return decoded(self._request("POST", "/v1/rounds", body, seconds), RoundResult, self._settings)
+        return self._request(RoundResult, "POST", "/v1/rounds", body, seconds)
 
     def rounds(self, count: int) -> tuple[RoundRecord, ...]:
         """The last ``count`` rounds, also those of earlier coordinators; newest last."""
-        return decoded(self._request("GET", f"/v1/rounds?last={count}"), tuple[RoundRecord, ...], self._settings)
+        return self._request(tuple[RoundRecord, ...], "GET", f"/v1/rounds?last={count}")
 
     def trace(self, number: int | None = None) -> RoundTrace:
         """What every process did in round ``number`` of this coordinator; ``None``: in the last one."""
-        return decoded(
-            self._request("GET", "/v1/trace" if number is None else f"/v1/trace?round={number}"), RoundTrace, self._settings
-        )
+        return self._request(RoundTrace, "GET", "/v1/trace" if number is None else f"/v1/trace?round={number}")
 
     def revoke(self, member: str) -> RankStatus:
         """Close the connection of the rank ``member`` (``trainer/0``), and refuse its credential; returns who that was.
 
         For operators.
         """
-        return decoded(
-            self._request("POST", "/v1/revocations", msgspec.json.encode(Revocation(member))), RankStatus, self._settings
-        )
+        return self._request(RankStatus, "POST", "/v1/revocations", msgspec.json.encode(Revocation(member)))
 
     @contextmanager
     def events(self) -> Iterator[Iterator[Event]]:
@@ -96,16 +94,14 @@ class Client(Closeable):
         with self._mapped():
             for part in answer.iter_bytes():
                 for data in reader.feed(part):
-                    with decoding(f"{self._settings.coordinator} sent an invalid event"):
-                        event = _EVENT.decode(data)
-                    yield event
+                    yield event_in(data, self._settings)
 
-    def _request(self, method: str, path: str, content: bytes | None = None, seconds: float | None = None) -> httpx.Response:
+    def _request(self, kind: type[T], method: str, path: str, content: bytes | None = None, seconds: float | None = None) -> T:
         timeout = httpx.Timeout(self._settings.timeouts.connect, read=seconds or self._settings.timeouts.connect)
         with self._mapped():
             answer = self._http.request(method, path, content=content, timeout=timeout)
         check(answer, self._settings)
-        return answer
+        return decoded(answer, kind, self._settings)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

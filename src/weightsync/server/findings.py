@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weightsync.config import ClientSettings, Timeouts
+from weightsync.config import ClientSettings, Timeouts, token_source
 from weightsync.errors import AuthenticationError, CoordinatorUnreachable, DeadlineExceeded
 from weightsync.releases import RELEASES, release_of, releases_tested, was_tested
 from weightsync.server.client import Client
@@ -37,6 +37,17 @@ def find_release(package: str) -> Finding:
     if was_tested(package, release):
         return Finding(package, "ok", f"{release}; tested: {tested}")
     return Finding(package, "limited", f"{release}; tested: {tested}", "used if its interface fits")
+
+
+def find_token_of_workers(maker: str, where: str) -> Finding:
+    """Check that workers find a token: one that is set, or one that ``maker`` makes. ``where`` says where to set one."""
+    source = token_source()
+    if source is not None:
+        return Finding("token", "ok", f"from {source}; every node needs the same")
+    return Finding(
+        "token", "limited", f"none in this environment: {maker} leaves one in a file of this user",
+        f"enough on one node. For several nodes set WEIGHTSYNC_TOKEN_FILE {where}",
+    )  # fmt: skip
 
 
 def ask_coordinator(name: str, settings: ClientSettings) -> Finding:

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from weightsync.config import ClientSettings, Secret, SecretKind
+from weightsync.coordinator.events import Event
 from weightsync.errors import AuthenticationError, ProtocolError, from_wire
 from weightsync.protocol.endpoint import TRANSIENT_STATUS, no_challenge, tls_context
 from weightsync.protocol.messages import UNREADABLE, decoding
@@ -21,6 +22,7 @@ from weightsync.protocol.tokens import secret_of, token_for
 from weightsync.server.problems import Problem
 
 T = TypeVar("T")
+_EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 _TRUSTED_SECONDS = 2.0
 _MISSED = 3  # heartbeats without a byte on the event stream
@@ -202,6 +204,12 @@ def decoded(answer: httpx.Response, kind: type[T], settings: ClientSettings) -> 
     wanted = getattr(kind, "__name__", kind)
     with decoding(f"{settings.coordinator} answered something else than a {wanted}: is it the same weightsync?"):
         return msgspec.json.decode(answer.content, type=kind)
+
+
+def event_in(data: bytes, settings: ClientSettings) -> Event:
+    """Return an event of the coordinator. Raises :class:`~weightsync.errors.ProtocolError` for anything else."""
+    with decoding(f"{settings.coordinator} sent an invalid event"):
+        return _EVENT.decode(data)
 
 
 class EventReader:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import re
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +10,7 @@ from typing import Literal, NamedTuple
 from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from weightsync import errors
+from weightsync import __version__, errors
 from weightsync.coordinator.events import RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.status import Gauges
@@ -141,7 +139,7 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self._registry = Registry(COORDINATOR_METRICS)
-        self._registry.replace("build_info", [({"version": release(), "protocol": str(PROTOCOL)}, 1.0)])
+        self._registry.replace("build_info", [({"version": __version__, "protocol": str(PROTOCOL)}, 1.0)])
 
     def count(self, event: RoundEnded, traced: RoundTracer | None) -> None:
         """Add a round that has ended, and what is known of where its time went."""
@@ -225,12 +223,3 @@ def _reason(error: str | None) -> str:
     if error is None:
         return ""
     return next((name for name in _KIND.findall(error) if name in errors.__all__), "other")
-
-
-@functools.cache
-def release() -> str:
-    """Return the version of this package."""
-    try:
-        return importlib.metadata.version("weightsync")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
 from urllib.parse import quote
 
 import httpx
@@ -34,19 +34,15 @@ Routes = Mapping[str, tuple[str, Version | None]]
 """See :meth:`Coordinator.routes`."""
 
 
-class Router(Protocol):
-    """A router, or what passes the news on to one."""
-
-    async def tell(self, routes: Routes) -> bool:
-        """Bring the router closer to ``routes``. Returns whether it is there; otherwise, and after an error, it is called again."""
-        ...
-
-
-class _RouterHttp:
-    """One HTTP server that is told something."""
+class _Router(ABC):
+    """A router, or what passes the news on to one: an HTTP server that is told something."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, run: str) -> None:
         self._client, self._url, self._run = client, url, run
+
+    @abstractmethod
+    async def tell(self, routes: Routes) -> bool:
+        """Bring the router closer to ``routes``. Returns whether it is there; otherwise, and after an error, it is called again."""
 
     async def _ask(self, method: str, path: str = "", body: object = None) -> bytes:
         """Return the body of the answer, of bounded size. Raises ``ProtocolError`` unless it is a success."""
@@ -73,11 +69,11 @@ class _Workers(msgspec.Struct):
     workers: list[_ListedWorker]
 
 
-class _Sglang(_RouterHttp):
+class _Sglang(_Router):
     """sglang-router: serving replicas are its workers. Workers that the coordinator does not know are left as they are."""
 
     async def tell(self, routes: Routes) -> bool:
-        """See :class:`Router`. It answers before it has done what it is asked, so only what it lists then counts."""
+        """See :meth:`_Router.tell`. It answers before it has done what it is asked, so only what it lists then counts."""
         listed = await self._ask("GET", "/workers")
         with decoding("its list of workers is not that of sglang-router"):
             workers = {worker.url.rstrip("/"): worker for worker in msgspec.json.decode(listed, type=_Workers).workers}
@@ -90,11 +86,11 @@ class _Sglang(_RouterHttp):
         return not stale and all(url in workers and workers[url].is_healthy for url in serving)
 
 
-class _Webhook(_RouterHttp):
+class _Webhook(_Router):
     """Anything that takes the list of known replicas in one request. What is not in it is to be left as it is."""
 
     async def tell(self, routes: Routes) -> bool:
-        """See :class:`Router`."""
+        """See :meth:`_Router.tell`."""
         replicas = [
             {"name": name, "url": url, "version": None if version is None else str(version)}
             for url, (name, version) in sorted(routes.items())
@@ -103,13 +99,13 @@ class _Webhook(_RouterHttp):
         return True
 
 
-_KINDS: dict[str, type[_Sglang] | type[_Webhook]] = {"sglang": _Sglang, "webhook": _Webhook}
+_KINDS: dict[str, type[_Router]] = {"sglang": _Sglang, "webhook": _Webhook}
 
 
 class _ToldRouter:
     """A router, and whether it knows the newest state."""
 
-    def __init__(self, name: str, router: Router) -> None:
+    def __init__(self, name: str, router: _Router) -> None:
         self.name, self.router = name, router
         self.changed, self.settled = asyncio.Event(), asyncio.Event()
         self.trouble = ""

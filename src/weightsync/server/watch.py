@@ -8,18 +8,15 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 import httpx
-import msgspec
 
 from weightsync.config import ClientSettings
 from weightsync.coordinator.events import Event, Joined, Left, ReplicaEnded, ReplicaPhase, RoundEnded
 from weightsync.coordinator.status import Status
 from weightsync.errors import CoordinatorUnreachable, ProtocolError
 from weightsync.protocol.endpoint import reason, unreachable
-from weightsync.protocol.messages import decoding
-from weightsync.server.http_client import Backoff, check_status, coordinator_http, decoded, event_data, event_timeout
+from weightsync.server.http_client import Backoff, check_status, coordinator_http, decoded, event_data, event_in, event_timeout
 
 _log = logging.getLogger(__name__)
-_EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Watch:
@@ -83,11 +80,9 @@ class Watch:
 
     async def _read(self, answer: httpx.Response) -> None:
         async for data in event_data(answer, self._settings.coordinator):
-            self._heard(data)
+            self._heard(event_in(data, self._settings))
 
-    def _heard(self, data: bytes) -> None:
-        with decoding(f"{self._settings.coordinator} sent an invalid event"):
-            event = _EVENT.decode(data)
+    def _heard(self, event: Event) -> None:
         match event:
             case ReplicaPhase(replica=name, phase="drain" | "pause" | "quarantine"):
                 self._on_pausing(name)

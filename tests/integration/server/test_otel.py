@@ -37,7 +37,7 @@ def test_a_round_is_a_trace(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> 
         options: dict[str, Any] = {"coordinator": server.url, "token": server.token}
         with weightsync.Trainer(torch.nn.Linear(64, 64), **options) as trainer, weightsync.Engine(adapter, "r", **options):
             trainer.publish()
-        [traced] = server.coordinator.traces
+        [traced] = server.coordinator.past.traces
         trace = traced.trace
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert {"weightsync publish", "trainer/0", "r/0", "copy", "pause", "read", "flush", "resume", "verify"} <= set(spans)

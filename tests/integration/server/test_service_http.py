@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -290,8 +291,8 @@ def test_nobody_there_names_the_address_and_what_to_check() -> None:
 
 def test_something_else_that_answers_is_not_taken_for_a_coordinator(server: BackgroundServer) -> None:
     class Other(Client):
-        def _request(self, method: str, path: str, content: bytes | None = None, seconds: float | None = None) -> httpx.Response:
-            return super()._request("GET", "/healthz", content, seconds)
+        def _request(self, kind: Any, method: str, path: str, *rest: Any) -> Any:
+            return super()._request(kind, "GET", "/healthz", *rest)
 
     with Other(ClientSettings(coordinator=server.address)) as client, pytest.raises(ProtocolError, match="Status"):
         client.status()

@@ -156,7 +156,7 @@ class Training:
 
 
 def options(running: BackgroundServer, timeout: float = 30.0) -> JoinOptions:
-    return JoinOptions(running.url, running.token, torch.bfloat16, 1, timeout, None)
+    return JoinOptions(running.url, token=running.token, timeout=timeout)
 
 
 def update(transfer: WeightTransfer, training: Training, source: Source) -> None:
@@ -325,7 +325,7 @@ def test_a_coordinator_that_is_not_there_fails_before_anything_is_gathered() -> 
 @pytest.mark.parametrize("main", [True, False])
 def test_whole_tensors_are_gathered_to_the_end_on_all_ranks_also_if_the_first_cannot_join(main: bool) -> None:
     """TRL's server mode under ZeRO-3: the other ranks are in the gather meanwhile."""
-    unreachable = JoinOptions(f"http://127.0.0.1:{free_port()}", "x" * 43, None, 1, 5.0, None)
+    unreachable = JoinOptions(f"http://127.0.0.1:{free_port()}", token="x" * 43, dtype=None, timeout=5.0)
     source = Source(1)
     distributed = SimpleNamespace(is_zero3=True, fsdp_version=0)
     accelerator = SimpleNamespace(is_main_process=main)

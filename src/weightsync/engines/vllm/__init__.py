@@ -14,8 +14,9 @@ is another process.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
     from weightsync.engines.vllm.attaching import Attached, attach, attach_async, attach_server
@@ -27,9 +28,4 @@ BACKEND = "weightsync"
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module("weightsync.engines.vllm.attaching"), name)
-        return value
+    __getattr__ = on_first_use(__name__, dict.fromkeys(__all__, "attaching"))

@@ -95,17 +95,18 @@ class UpdateClient(Closeable):
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating; what running requests come to is for ``mode`` to say, as far as the engine knows it."""
 
-    @abstractmethod
     def resume(self, deadline: Deadline) -> None:
-        """Generate again."""
+        """Generate again. By default nothing was held back, or the commit resumed."""
 
-    @abstractmethod
     def flush(self, deadline: Deadline) -> None:
-        """Drop caches made with the old weights. Raises :class:`~weightsync.errors.LoadError` if the engine did not."""
+        """Drop caches made with the old weights. Raises :class:`~weightsync.errors.LoadError` if the engine did not.
 
-    @abstractmethod
+        By default the last bucket or the commit dropped them, or there is no way to.
+        """
+
     def version(self, deadline: Deadline) -> str | None:
         """The label of the weights that the engine says it serves; ``None`` where it says nothing."""
+        return None
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Start an update to ``label``.
@@ -122,11 +123,9 @@ class UpdateClient(Closeable):
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """End an update of which everything was sent, and say in words what the engine made of it."""
 
-    @abstractmethod
     def abort(self, deadline: Deadline) -> None:
         """Give an update up, as far as the engine has a way to."""
 
-    @abstractmethod
     def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
         """Before anything is paused: raise what the engine has against these tensors, as far as it has a way to tell."""
 

@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
-from weightsync.model import Manifest, PauseMode, TensorSpec
+from weightsync.model import PauseMode, TensorSpec
 
 
 def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
@@ -27,15 +27,16 @@ def abort_requests() -> HttpCall:
 
 
 class LMDeployClient(UpdateClient):
-    """One LMDeploy server."""
+    """One LMDeploy server.
+
+    It has no route that says which tensors it takes, drops caches (prefix caching must be off), or tells its version. Nothing
+    holds back requests, and there is no way back: what was loaded stays until everything is sent again.
+    """
 
     engine = "lmdeploy"
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, last)
-
-    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
-        """LMDeploy has no route that says which tensors it takes."""
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """End running requests; nothing holds back new ones, so the router must. Only ``abort``."""
@@ -43,19 +44,6 @@ class LMDeployClient(UpdateClient):
             raise ConfigurationError(f"LMDeploy cannot pause with {mode!r}: it only aborts")
         self.call(abort_requests(), deadline)
 
-    def resume(self, deadline: Deadline) -> None:
-        """Nothing was held back."""
-
-    def flush(self, deadline: Deadline) -> None:
-        """There is no route: prefix caching must be off."""
-
-    def version(self, deadline: Deadline) -> str | None:
-        """LMDeploy says nothing."""
-        return None
-
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """The last bucket finalized already."""
         return "finalized; LMDeploy keeps no version and verifies nothing"
-
-    def abort(self, deadline: Deadline) -> None:
-        """There is no way back: what was loaded stays until everything is sent again."""

@@ -9,7 +9,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
-from weightsync.model import Manifest, PauseMode, TensorSpec
+from weightsync.model import PauseMode, TensorSpec
 
 SGLangMode = Literal["abort", "retract", "in_place"]
 
@@ -65,15 +65,15 @@ def model_info() -> HttpCall:
 
 
 class SGLangClient(UpdateClient):
-    """One SGLang server."""
+    """One SGLang server.
+
+    It has no route that says which tensors it takes. The last bucket flushes: SGLang refuses the update where that fails.
+    """
 
     engine = "sglang"
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, self.label if last else None, last=last)
-
-    def check(self, manifest: Manifest, label: str | None, deadline: Deadline) -> None:
-        """SGLang has no route that says which tensors it takes."""
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Pause with ``abort``, or ``keep`` (retract). SGLang has no way to ``wait``."""
@@ -82,9 +82,6 @@ class SGLangClient(UpdateClient):
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
         self.call(continue_generation(), deadline)
-
-    def flush(self, deadline: Deadline) -> None:
-        """The last bucket flushed already: SGLang refuses the update where that fails."""
 
     def version(self, deadline: Deadline) -> str | None:
         """Its ``weight_version``."""

@@ -75,12 +75,6 @@ class WeightUpdateClient(UpdateClient):
         """The begin pauses, in this mode."""
         self._mode = mode
 
-    def resume(self, deadline: Deadline) -> None:
-        """The commit resumed, and only it can."""
-
-    def flush(self, deadline: Deadline) -> None:
-        """The commit flushed."""
-
     def version(self, deadline: Deadline) -> str | None:
         """What is served now; ``None`` while it is paused."""
         return self._label(state(), deadline)

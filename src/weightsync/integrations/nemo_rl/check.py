@@ -8,7 +8,7 @@ from importlib import import_module
 from weightsync.config import ClientSettings, token_source, variable
 from weightsync.errors import WeightSyncError
 from weightsync.integrations.nemo_rl.engine import INTERFACE, NAME, RefitEngine
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.server.findings import Finding, ask_coordinator, find_token_of_workers
 
 
 def findings() -> Iterator[Finding]:
@@ -30,15 +30,9 @@ def _engine() -> Finding:
 
 
 def _token() -> Finding:
-    source = token_source()
-    if source is None:
+    if token_source() == "WEIGHTSYNC_TOKEN":
         return Finding(
-            "token", "limited", "none in this environment: the rank that runs the coordinator leaves one in a file of this user",
-            "enough on one node. For several nodes set WEIGHTSYNC_TOKEN_FILE where the driver starts",
-        )  # fmt: skip
-    if source == "WEIGHTSYNC_TOKEN":
-        return Finding(
-            "token", "limited", f"from {source}",
+            "token", "limited", "from WEIGHTSYNC_TOKEN",
             "NeMo-RL's driver passes its environment to Ray, which stores it: set WEIGHTSYNC_TOKEN_FILE instead",
         )  # fmt: skip
-    return Finding("token", "ok", f"from {source}; every node needs the same")
+    return find_token_of_workers("the rank that runs the coordinator", "where the driver starts")

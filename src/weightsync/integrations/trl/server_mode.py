@@ -60,7 +60,7 @@ def enable(
     """
     from trl.generation import vllm_generation
 
-    options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports)
+    options = JoinOptions(coordinator, token=token, dtype=dtype, replicas=replicas, timeout=timeout, transports=transports)
     check_interface("trl")
     warn_if_untested("trl")
     kind = vllm_generation.VLLMGeneration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -29,16 +29,17 @@ _LOOK = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class JoinOptions:
     """How TRL's trainer joins its coordinator. The fields are the arguments of :class:`WeightTransfer`."""
 
-    coordinator: str | None
-    token: str | None
-    dtype: DTypes
-    replicas: int
-    timeout: float
-    transports: Sequence[Transport | str] | None
+    coordinator: str | None = None
+    _: KW_ONLY
+    token: str | None = None
+    dtype: DTypes = torch.bfloat16
+    replicas: int = 1
+    timeout: float = 600.0
+    transports: Sequence[Transport | str] | None = None
     server: str | None = None
 
     def check(self) -> None:
@@ -90,7 +91,7 @@ class JoinOptions:
         return 1 if trainer.last_version is None else None
 
 
-class WeightTransfer:
+class WeightTransfer(JoinOptions):
     """Publishes the weights of ``AsyncGRPOTrainer`` or ``AsyncDistillationTrainer``: ``weight_transfer=WeightTransfer()``.
 
     TRL calls it on rank 0 alone, with a generator of whole tensors that all ranks drain. Pausing and resuming vLLM is part of a
@@ -109,33 +110,21 @@ class WeightTransfer:
             ``vllm_server_base_url``.
     """
 
-    def __init__(
-        self,
-        coordinator: str | None = None,
-        *,
-        token: str | None = None,
-        dtype: DTypes = torch.bfloat16,
-        replicas: int = 1,
-        timeout: float = 600.0,
-        transports: Sequence[Transport | str] | None = None,
-        server: str | None = None,
-    ) -> None:
-        self._options = JoinOptions(coordinator, token, dtype, replicas, timeout, transports, server)
-        self._first = True
-        self._asking: object = None  # TRL's trainer
-        self._trainer: Trainer | None = None
-        self.result: RoundResult | None = None
-        """Result of the last update."""
+    result: RoundResult | None = None
+    """Result of the last update."""
+    _first = True
+    _asking: object = None  # TRL's trainer
+    _trainer: Trainer | None = None
 
     def init_weight_transfer(self) -> None:
         """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
         warn_if_untested("trl")
         self.destroy()
-        self._options.check()
+        self.check()
         self._asking = calling_trainer()
         if (server := self._server()) is not None:
             server.check_backend()
-        self._trainer = self._options.join(Stream())
+        self._trainer = self.join(Stream())
 
     def pause(self) -> None:
         """Do nothing: the round pauses each replica only while its weights change."""
@@ -152,7 +141,7 @@ class WeightTransfer:
                 pass
             raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
         weights = self._noting(iterator) if self._first else iterator
-        self.result = trainer.publish_stream(weights, self._options.number(trainer), timeout=self._options.timeout)
+        self.result = trainer.publish_stream(weights, self.number(trainer), timeout=self.timeout)
         report(self.result, self._asking)
         if (server := self._server()) is not None:
             server.check_label(self.result.version)
@@ -164,13 +153,13 @@ class WeightTransfer:
         self._first = False
 
     def _server(self) -> RolloutServer | None:
-        url = self._options.server or getattr(getattr(self._asking, "args", None), "vllm_server_base_url", None)
+        url = self.server or getattr(getattr(self._asking, "args", None), "vllm_server_base_url", None)
         return None if url is None else RolloutServer(url)
 
     def _noting(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         warned = False
         for name, tensor in weights:
-            warned = warned or warn_of_rounding(name, tensor.dtype, self._options.dtype)
+            warned = warned or warn_of_rounding(name, tensor.dtype, self.dtype)
             yield name, tensor
             del tensor  # its memory is needed for the next one
 

@@ -135,7 +135,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._about = about_this_rank()
         self._owned = ExitStack()
         self._closing = weakref.finalize(self, self._owned.close)  # verl has no call for it: at the latest when the process exits
-        self._meeting = Meeting("", 0.0)
+        self.meeting = Meeting("", 0.0)
+        """Where the ranks of this update meet."""
         self._sender = StreamSender(self._options, bucket_size, "actor", self._owned)
         self._receiver: weightsync.Receiver | None = None
         self._failure = ""
@@ -145,11 +146,6 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Of the version of this update, if it is not a stream; on rank 0, of the last such."""
         self._servers: dict[str, str] = {}
         self._manifest: Manifest | None = None
-
-    @property
-    def meeting(self) -> Meeting:
-        """Where the ranks of this update meet."""
-        return self._meeting
 
     def prepare(self) -> dict[str, object]:
         """Return what the other ranks must know of this one. Actor rank 0 starts a coordinator, unless there is one."""
@@ -265,13 +261,13 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self._failure = ""  # of the last update; this one brings every tensor again
         self.finalize()
-        self._meeting, self._number = msgspec.convert(meeting, Meeting), number
+        self.meeting, self._number = msgspec.convert(meeting, Meeting), number
         self._manifest = None if tensors is None else Manifest(msgspec.convert(tensors, tuple[TensorSpec, ...]))
         before, self._way = self._way, way
         if not self._is_actor:
             here = vllm_servers.here()
             if here is not None:
-                here.join(self._meeting, self._options, joined or ()) if way == "direct" else here.leave()
+                here.join(self.meeting, self._options, joined or ()) if way == "direct" else here.leave()
             return
         if before not in (None, way):  # all ranks leave before one joins with something else
             self._sender.leave()
@@ -280,7 +276,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             left, self._servers = self._servers, servers or {}
             vllm_servers.dismiss([server for replica, server in left.items() if replica not in self._servers])
         try:
-            self._sender.join(self._meeting.coordinator, rank, world_size, self._source())
+            self._sender.join(self.meeting.coordinator, rank, world_size, self._source())
         except MembershipError as error:
             raise MembershipError(
                 f"{error} If it belongs to another run of verl, do not end it: each run needs its own coordinator. Unset "
@@ -318,7 +314,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         whole = whole_weights(weights) if self._way == "stream" else None
         number = None if whole is not None else self._number
         try:
-            result = await self._sender.send(whole, self._meeting, global_steps, number, calls)
+            result = await self._sender.send(whole, self.meeting, global_steps, number, calls)
         except WeightSyncError as error:
             if whole is None:
                 await asyncio.to_thread(self._sender.leave)  # the next update may stream, if another rank cannot publish shards
@@ -333,15 +329,15 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             "checkpoint_engine/seconds": result.seconds,
             "checkpoint_engine/payload_mbytes": result.nbytes / (1 << 20),
             "checkpoint_engine/replicas" if self._way == "direct" else "checkpoint_engine/rollout_ranks": float(
-                len(self._meeting.receivers)
+                len(self.meeting.receivers)
             ),
-            "checkpoint_engine/installed": float(all(verified.get(name) == "installed" for name in self._meeting.receivers)),
+            "checkpoint_engine/installed": float(all(verified.get(name) == "installed" for name in self.meeting.receivers)),
         }
 
     def receive_weights(self, global_steps: int | None = None) -> Any:  # noqa: ANN401 - one of two
         """Return the tensors of one update, on a rollout rank; or the :class:`DirectUpdate` for weightsync's adapter."""
         if self._way == "direct" and self._number is not None:
-            return DirectUpdate(self._number, self._meeting.seconds)
+            return DirectUpdate(self._number, self.meeting.seconds)
         return self._received()
 
     async def _received(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -355,7 +351,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             ConfigurationError, AuthenticationError, MembershipError, ManifestMismatch: The coordinator refuses this rank.
         """
-        meeting, me = self._meeting, str(self._about["name"])
+        meeting, me = self.meeting, str(self._about["name"])
         deadline = Deadline(meeting.seconds)
         receiver: weightsync.Receiver | None = None
         received = False
@@ -379,7 +375,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if receiver is None and isinstance(error, _PERMANENT):
                 raise
             failure = f"{type(error).__name__}: {error}"
-            if meeting is self._meeting:  # no later update has begun
+            if meeting is self.meeting:  # no later update has begun
                 self._failure = failure
             _log.warning(
                 "%s did not receive all weights. Its engine may hold tensors of two versions, and stays paused until an update "

@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from msgspec.structs import replace
 
-from weightsync.config import ClientSettings, token_source, variable
+from weightsync.config import ClientSettings, variable
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.integrations.engine_calls import plugin_release
 from weightsync.integrations.stream_options import server_settings
 from weightsync.releases import IN_CALL, check_interface, release_of, releases_tested, was_tested
-from weightsync.server.findings import Finding, ask_coordinator
+from weightsync.server.findings import Finding, ask_coordinator, find_token_of_workers
 from weightsync.server.server import BackgroundServer
 
 _GROUP, _PLUGIN = "verl.plugins", "weightsync.integrations.verl.plugin"
@@ -57,7 +57,9 @@ def _registered() -> Finding:
         import verl.checkpoint_engine.base as engines
 
         by_itself = "weightsync" in engines.CheckpointEngineRegistry._registry
-        by_name = _takes_a_module()
+        from verl.workers.config import CheckpointEngineConfig
+
+        by_name = "custom_backend_module" in {field.name for field in fields(CheckpointEngineConfig)}
         from weightsync.integrations.verl.backend import StreamCheckpointEngine
 
         StreamCheckpointEngine(bucket_size=1 << 20)
@@ -93,21 +95,8 @@ def _workers() -> Finding:
     return Finding("vLLM", "ok", f"{release}{tested}: its workers read the actor's shards, where the model allows it")
 
 
-def _takes_a_module() -> bool:
-    """Whether this verl's configuration of a checkpoint engine names a module to import."""
-    from verl.workers.config import CheckpointEngineConfig
-
-    return "custom_backend_module" in {field.name for field in fields(CheckpointEngineConfig)}
-
-
 def _token() -> Finding:
-    source = token_source()
-    if source is not None:
-        return Finding("token", "ok", f"from {source}; every node needs the same")
-    return Finding(
-        "token", "limited", "none in this environment: actor rank 0 leaves one in a file of this user",
-        "enough on one node. For several nodes set WEIGHTSYNC_TOKEN_FILE on each before `ray start`",
-    )  # fmt: skip
+    return find_token_of_workers("actor rank 0", "on each before `ray start`")
 
 
 def _coordinator() -> Finding:

@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
 from weightsync import failpoints
 from weightsync.coordinator.negotiation import TransferPlan
-from weightsync.coordinator.publications import Placement
+from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import bounded, on_all
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
-from weightsync.coordinator.report import round_result
-from weightsync.coordinator.round import place, verify, whole
+from weightsync.coordinator.report import Report
+from weightsync.coordinator.round import conduct, place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.coordinator.sources import ranks_of
-from weightsync.errors import DeadlineExceeded, PlanMismatch, RoundFailed, VersionError, WeightSyncError, to_wire
+from weightsync.errors import DeadlineExceeded, PlanMismatch, RoundFailed, VersionError
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label
 from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
@@ -41,33 +40,23 @@ _ONE_BUCKET = 1 << 60
 """Larger than any adapter: an engine rank stages it in one piece."""
 
 
-class _Delivery:
-    """Record of one replica."""
+class _Delivery(Report):
+    """Record of one replica, which serves what it served before, and shows nothing of this."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.phases: dict[str, float] = {}
-        self.current = ""
-        self.moved: Mapping[str, Moved] = {}
-        self.transports: tuple[str, ...] = ()
-        self.error: str | None = None
-        self.agreed = False
+    version: Version | None = None
+    """The version, once it serves it."""
+    transports: tuple[str, ...] = ()
+    agreed = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.current, started = name, asyncio.get_running_loop().time()
-        yield
-        self.phases[name] = asyncio.get_running_loop().time() - started
-
-    def result(self, version: Version | None) -> ReplicaResult:
+    def result(self, publications: Publications) -> ReplicaResult:
+        """Return the result of the replica."""
         state, verified = self.replica.shown_state, {answer.verified for answer in self.moved.values()}
-        served = version if self.error is None else None
-        number, digest = (None, None) if served is None else (served.number, served.digest)
+        number, digest = (None, None) if self.version is None else (self.version.number, self.version.digest)
         return ReplicaResult(
             name=self.replica.name, state=state, version=number, digest=digest,
             nbytes=sum(answer.nbytes for answer in self.moved.values()), delivery="streamed", transports=self.transports,
-            verified="" if served is None else "installed" if verified == {"installed"} else "received",
-            phases=self.phases, paused_seconds=0.0, error=self.error, source="trainer", service=SERVICE.get(state, state),
+            verified="" if self.version is None else "installed" if verified == {"installed"} else "received",
+            phases=self._phases, paused_seconds=0.0, error=self.error, source="trainer", service=SERVICE.get(state, state),
         )  # fmt: skip
 
 
@@ -99,51 +88,36 @@ class LoraRound:
             RoundFailed: No replica can take the version.
             WeightSyncError: Placing failed.
         """
-        context, started = self._context, asyncio.get_running_loop().time()
-        reports = [_Delivery(replica) for replica in context.replicas]
-        try:
-            async with asyncio.TaskGroup() as group:
-                placing = group.create_task(self._place())
-                for report in reports:
-                    group.create_task(self._deliver(report, placing))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
-        placement, place_seconds = placing.result()
-        results = [*(report.result(placement.version) for report in reports), *context.absent()]
-        seconds = asyncio.get_running_loop().time() - started
-        return round_result(
-            context.round, placement.version, context.settings.require, results, place_seconds, seconds, context.step
-        )
+        return await conduct(self._context, self._place, self._deliver, _Delivery)
 
-    async def _place(self) -> tuple[Placement, float]:
-        replicas = self._context.replicas
+    async def _place(self, context: RoundContext) -> tuple[Placement, float]:
+        replicas = context.replicas
         if replicas:
             await self._decided.wait()  # every delivery decides by the round's deadline
         if len(self._refusals) == len(replicas):
-            label = adapter_label(self._spec.name, self._context.number)
+            label = adapter_label(self._spec.name, context.number)
             why = "; ".join(self._refusals) or "no engine that takes LoRA adapters is connected"
             raise RoundFailed(f"{label} was not published, and its number is free: {why}")
-        return await place(self._context)
+        return await place(context)
 
-    async def _deliver(self, report: _Delivery, placing: Placing) -> None:
-        """Bring the version to one replica. An error becomes its result."""
-        turn, deadline = self._turns[report.replica.name], self._context.deadline
+    async def _deliver(self, context: RoundContext, report: _Delivery, placing: Placing) -> None:
+        """Bring the version to one replica."""
+        turn = self._turns[report.replica.name]
         try:
             with report.phase("wait"):
-                await bounded("another adapter's turn", deadline, turn.acquire())
+                await bounded("another adapter's turn", context.deadline, turn.acquire())
             try:
                 await self._steps(report, placing)
             finally:
                 turn.release()
-        except Exception as error:  # noqa: BLE001 - becomes this replica's result: a bug here must not fail other replicas
-            if not isinstance(error, WeightSyncError):
-                _log.exception("an adapter could not be delivered to %s: unexpected error", report.replica.name)
-            kind, message = to_wire(error)
-            report.error = f"{report.current}: {kind}: {message}"
+        except Exception as error:
             if not report.agreed:
+                report.failed(error)
                 self._refusals.append(f"{report.replica.name}: {report.error}")
-        if report.agreed or len(self._refusals) == len(self._context.replicas):
-            self._decided.set()
+            raise
+        finally:
+            if report.agreed or len(self._refusals) == len(context.replicas):
+                self._decided.set()
 
     async def _steps(self, report: _Delivery, placing: Placing) -> None:
         context, replica, engines = self._context, report.replica, report.replica.members()
@@ -168,6 +142,7 @@ class LoraRound:
         except BaseException:
             await drop(engines, spec.name, (number,), context.grace)
             raise
+        report.version = placement.version
         self._registered(replica, placement.version, spec)
 
     async def _prepare(self, report: _Delivery, spec: AdapterSpec, engines: Engines) -> TransferPlan:

@@ -39,7 +39,7 @@ class Report:
         self._phases: dict[str, float] = {}
         self._current = ""
         self._failed_in = ""
-        self._error: str | None = None
+        self.error: str | None = None
         self._paused_at: float | None = None
         self._paused_seconds = 0.0
 
@@ -84,8 +84,7 @@ class Report:
     def failed(self, error: BaseException) -> None:
         """Record the error that ended the update."""
         kind, message = to_wire(error)
-        self._error = f"{self._failed_in or self._current}: {kind}: {message}"
-        self.replica.error = self._error
+        self.error = f"{self._failed_in or self._current}: {kind}: {message}"
 
     def result(self, publications: Publications) -> ReplicaResult:
         """End the report and return its result. The pause of a replica that was not resumed counts up to now."""
@@ -93,6 +92,7 @@ class Report:
         replica, agreement = self.replica, self.agreement
         phases = {name: self._phases[name] for name in _PHASES if name in self._phases}
         replica.phases = phases
+        replica.error = self.error or replica.error
         replica.received, replica.expected = {}, 0
         replica.paused_seconds = self._paused_seconds
         version = replica.version
@@ -107,10 +107,10 @@ class Report:
             delivery=agreement.delivery if agreement else "",
             delivery_reason=agreement.reason if agreement else "",
             transports=tuple(sorted({name for link in replica.links.values() for name in link.transports})),
-            verified="" if self._error or not verified else "installed" if verified == {"installed"} else "received",
+            verified="" if self.error or not verified else "installed" if verified == {"installed"} else "received",
             phases=dict(phases),
             paused_seconds=self._paused_seconds,
-            error=self._error,
+            error=self.error,
             parts={
                 part: min(max(0.0, *(getattr(answer, f"{part}_seconds") for answer in self.moved.values())), measured)
                 for part in ("receive", "load", "digest")
@@ -120,7 +120,7 @@ class Report:
             source=self.source,
             staleness=publications.behind(version),
             service=SERVICE.get(replica.state, replica.state),
-            base=None if self.base is None or self._error else self.base.number,
+            base=None if self.base is None or self.error else self.base.number,
         )
         replica.verified = result.verified
         self._emit(ReplicaEnded(self._round, result))

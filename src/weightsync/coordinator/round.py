@@ -18,14 +18,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
 from weightsync.coordinator.agreement import prepare, wait_for_background
 from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
-from weightsync.coordinator.events import RoundStarted
+from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
@@ -55,6 +55,8 @@ from weightsync.protocol.messages import (
 )
 from weightsync.spans import span
 
+R = TypeVar("R", bound=Report)
+
 _log = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 17  # comparing up to this many digests (1 ms at most) is faster than handing them to a thread
 
@@ -68,13 +70,14 @@ async def run_round(context: RoundContext) -> RoundResult:
     Raises:
         WeightSyncError: Placing failed, so no version exists and no replica was paused.
     """
-    return await conduct(context, place, _update_replica)
+    return await conduct(context, place, _update_replica, Report)
 
 
 async def conduct(
     context: RoundContext,
     place: Callable[[RoundContext], Coroutine[Any, Any, tuple[Placement, float]]],
-    update: Callable[[RoundContext, Report, Placing], Coroutine[Any, Any, None]],
+    update: Callable[[RoundContext, R, Placing], Coroutine[Any, Any, None]],
+    report_of: Callable[[Replica, int, Watcher], R],
 ) -> RoundResult:
     """Run a round: ``place`` the version, and meanwhile ``update`` every replica to it.
 
@@ -85,9 +88,9 @@ async def conduct(
     failpoints.reached("round.start")
     names = tuple(replica.name for replica in context.replicas)
     context.emit(RoundStarted(context.round, context.number, names, context.seeding, context.epoch))
-    reports = [Report(replica, context.round, context.emit) for replica in context.replicas]
+    reports = [report_of(replica, context.round, context.emit) for replica in context.replicas]
 
-    async def updated(report: Report) -> ReplicaResult:
+    async def updated(report: R) -> ReplicaResult:
         try:
             await update(context, report, placing)
         except WeightSyncError as error:

@@ -167,7 +167,7 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
     offers = [offer for link in context.trainers.values() for offer in link.rank.hello.offers]
     flow = WindowFlow(names, context.publications.windows, in_step=any(offer.traits.shared_fate for offer in offers))
     try:
-        return await conduct(context, partial(_place, flow), partial(_update_replica, flow))
+        return await conduct(context, partial(_place, flow), partial(_update_replica, flow), Report)
     except BaseException:
         context.publications.windows.end(0)  # those of a stream that failed are not kept for the next one
         raise

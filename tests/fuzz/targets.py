@@ -40,7 +40,7 @@ from weightsync.protocol.messages import PROTOCOL, Call, Hello, Host, Offer, Pie
 from weightsync.protocol.proof import Challenger, Claimant
 from weightsync.protocol.tokens import matches
 from weightsync.protocol.update_messages import JoinGroup, Receive
-from weightsync.server.openapi import RoundRequest, decode_round
+from weightsync.server.openapi import RoundRequest, decode_body
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import tiles_of
 from weightsync.transports.cuda.region import Exported
@@ -448,7 +448,7 @@ def _settings(data: bytes) -> None:
 
 def _rounds(data: bytes) -> None:
     """The body of ``POST /v1/rounds``."""
-    wanted = decode_round(data)
+    wanted = decode_body(data, RoundRequest, "a request for a round")
     if not isinstance(wanted, RoundRequest) or (wanted.timeout is not None and not wanted.timeout > 0):
         raise AssertionError("not a request")
 

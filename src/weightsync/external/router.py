@@ -14,11 +14,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from weightsync.config import Secret
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.external import requests
 from weightsync.external.weight_updates import WeightUpdates
-from weightsync.protocol.messages import decoding
 from weightsync.protocol.tokens import matches
+from weightsync.server.openapi import decode_body
+from weightsync.server.problems import body_of
 
 _MAX_BODY = 64 << 20
 T = TypeVar("T")
@@ -77,13 +78,7 @@ def _answered(
 async def _body(request: Request, kind: type[T]) -> T:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(HTTPStatus.BAD_REQUEST, "the body must be JSON, and say so: Content-Type: application/json")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_MAX_BODY} bytes")
-    with decoding(f"not a {kind.__name__} request", ConfigurationError):
-        return msgspec.json.decode(bytes(body) or b"{}", type=kind)
+    return decode_body(await body_of(request, _MAX_BODY), kind, f"a {kind.__name__} request")
 
 
 def _json(content: Any, status: int = HTTPStatus.OK) -> Response:  # noqa: ANN401 - any message

@@ -83,27 +83,11 @@ class AgentSockets:
     async def _greet(self, socket: WebSocket) -> None:
         limit = self._settings.limits.hello_seconds
         try:
-            async with asyncio.timeout(limit):
-                hello = await _receive(socket)
-        except TimeoutError:
-            await self._refuse(socket, DeadlineExceeded(f"no Hello within {limit:g} s of connecting"))
-            return
-        except ProtocolError as error:
-            await self._refuse(socket, error)
-            return
-        if not isinstance(hello, Hello):
-            await self._refuse(socket, ProtocolError(f"an agent says Hello first, not {type(hello).__name__}"))
-            return
-        run = self._coordinator.settings.run
-        # An agent that names no run takes the coordinator's.
-        hello = msgspec.structs.replace(hello, run=hello.run or run)
-        try:
+            hello, run = await _first_frame(socket, limit), self._coordinator.settings.run
+            # An agent that names no run takes the coordinator's.
+            hello = msgspec.structs.replace(hello, run=hello.run or run)
             rank = await asyncio.to_thread(rank_of, hello, run)  # a large layout takes a while to check
-        except WeightSyncError as error:
-            await self._refuse(socket, error)
-            return
-        connection = _Connection(self._coordinator, socket, rank)
-        try:
+            connection = _Connection(self._coordinator, socket, rank)
             if isinstance(rank, AdapterRank):
                 self._coordinator.loras.join(connection)
                 welcome = Welcome(rank.member, run)
@@ -238,6 +222,17 @@ class _Connection:
             _log.warning("%s: %s", self._member, error)
             await _close(self._socket, CloseCode.PROTOCOL_ERROR, str(error))
             return f"it broke the protocol: {error}"
+
+
+async def _first_frame(socket: WebSocket, limit: float) -> Hello:
+    try:
+        async with asyncio.timeout(limit):
+            hello = await _receive(socket)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no Hello within {limit:g} s of connecting") from None
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"an agent says Hello first, not {type(hello).__name__}")
+    return hello
 
 
 async def _receive(socket: WebSocket) -> Frame:

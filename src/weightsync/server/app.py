@@ -37,9 +37,9 @@ from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.loop_share import LoopShare
 from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics
 from weightsync.server.mounts import Mount
-from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_revocation, decode_round, document
+from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_body, document
 from weightsync.server.otel import OtelExport
-from weightsync.server.problems import problem, problem_of
+from weightsync.server.problems import body_of, problem, problem_of
 from weightsync.server.routers import Routers
 from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served, while_connected
 from weightsync.server.snapshots import Snapshot
@@ -215,7 +215,7 @@ class Service:
         return Response(self._exposition.get(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _round(self, request: Request) -> Response:
-        wanted = decode_round(await self._body(request))
+        wanted = decode_body(await self._body(request), RoundRequest, "a request for a round")
         return _json(await self._coordinator.seed(wanted.replicas, wanted.timeout))
 
     async def _rounds(self, request: Request) -> Response:
@@ -232,15 +232,11 @@ class Service:
         return _json(traced.trace)
 
     async def _revoke(self, request: Request) -> Response:
-        return _json(self._coordinator.revoke(decode_revocation(await self._body(request)).member))
+        revocation = decode_body(await self._body(request), Revocation, "a revocation")
+        return _json(self._coordinator.revoke(revocation.member))
 
     async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._settings.limits.body_bytes:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self._settings.limits.body_bytes} bytes")
-        return bytes(body)
+        return await body_of(request, self._settings.limits.body_bytes)
 
     async def _events(self, request: Request) -> Response:
         return self._streams.respond(request, self._coordinator.subscribe, _event)

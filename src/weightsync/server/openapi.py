@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.messages import decoding
 from weightsync.server.problems import Problem
+
+T = TypeVar("T")
 
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
 
@@ -30,16 +32,10 @@ class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in the status: ``trainer/0``, or the replica's name and the rank."""
 
 
-def decode_revocation(body: bytes) -> Revocation:
-    """The request in a body. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    with decoding("not a revocation", ConfigurationError):
-        return msgspec.json.decode(body, type=Revocation)
-
-
-def decode_round(body: bytes) -> RoundRequest:
-    """The request in a body; an empty one asks for everything. Raises :class:`~weightsync.errors.ConfigurationError`."""
-    with decoding("not a request for a round", ConfigurationError):
-        return msgspec.json.decode(body or b"{}", type=RoundRequest)
+def decode_body(body: bytes, kind: type[T], what: str) -> T:
+    """Return the request in a body; an empty one is ``{}``. Raises :class:`~weightsync.errors.ConfigurationError`: not ``what``."""
+    with decoding(f"not {what}", ConfigurationError):
+        return msgspec.json.decode(body or b"{}", type=kind)
 
 
 class Operation(NamedTuple):

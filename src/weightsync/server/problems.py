@@ -5,6 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from weightsync import errors
@@ -58,6 +60,16 @@ def problem(status: int, kind: str, message: str, headers: dict[str, str] | None
         headers["WWW-Authenticate"] = 'Bearer realm="weightsync"'
     body = msgspec.json.encode(Problem(kind, message))
     return Response(body, status_code=status, media_type="application/problem+json", headers=headers)
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """Return the body of a request. Of one with more than ``most`` bytes no more is read: raises ``HTTPException``."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {most} bytes")
+    return bytes(body)
 
 
 def problem_of(error: BaseException) -> Response:

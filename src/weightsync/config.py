@@ -534,14 +534,12 @@ def agent_environment(settings: ClientSettings) -> dict[str, str]:
 
     (The token is never an argument.)
     """
-    variables = {"WEIGHTSYNC_COORDINATOR": settings.coordinator.url}
-    if settings.token is not None:
-        variables["WEIGHTSYNC_TOKEN"] = settings.token.reveal()
-    if settings.ca_file is not None:
-        variables["WEIGHTSYNC_CA_FILE"] = str(settings.ca_file)
-    if settings.data_encryption is not None:
-        variables["WEIGHTSYNC_DATA_ENCRYPTION"] = settings.data_encryption
-    return variables
+    values = {name: getattr(settings, name) for name in ("coordinator", "token", "ca_file", "data_encryption")}
+    return {
+        variable_of(ClientSettings, name): value.reveal() if isinstance(value, Secret) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 class Variable(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -171,14 +171,13 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None
     """Refuse what shapes cannot tell: two configurations that mean different models."""
     model = chunks[0].config
     place = chunks[0].place
-    wanted: Mapping[str, object] = {
+    wanted: dict[str, object] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
     }
     if model.multi_latent_attention:
-        wanted = {
-            **wanted,
+        wanted |= {
             "q_lora_rank": config.q_lora_rank,
             "kv_lora_rank": config.kv_lora_rank,
             "qk_head_dim": config.qk_nope_head_dim,
@@ -186,8 +185,7 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None
             "v_head_dim": config.v_head_dim,
         }
     else:
-        wanted = {
-            **wanted,
+        wanted |= {
             "num_query_groups": config.num_key_value_heads,
             "kv_channels": head_dim(config),
             "rotary_interleaved": False,

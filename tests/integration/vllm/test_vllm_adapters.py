@@ -26,3 +26,10 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert update["base"] == [[None, "received", "streamed"]]
     assert update["before"] == [True, True] and update["after"]
     assert update["strict"] == 404 and update["again"] == [None]
+
+
+def test_the_benchmark_of_adapters_runs() -> None:
+    seen = run_program("../../benchmarks/vllm_adapters.py", "tiny", "--rank", "8", "--versions", "1", ranks=1)
+    assert seen["answers_as_loaded"] == [True, True]
+    assert (seen["verified"], seen["paused_seconds"]) == ("received", 0.0)
+    assert not all(seen["own_in_place_answers_as_fresh"]), "vLLM's cache knows an adapter by its name"

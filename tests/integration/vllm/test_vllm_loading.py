@@ -52,3 +52,16 @@ def test_a_loader_that_leaves_tensors_is_an_error_also_if_it_says_nothing_of_wha
         return
     with pytest.raises(LoadError, match=f"stopped before {stopped}"):
         install(model, Unquantized(), tensors)
+
+
+def test_names_of_adapters_keep_what_vllm_stacks_itself() -> None:
+    """In every supported release: until 0.31 the mapper's method had another name, and q, k and v of experts' models became one."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from weightsync.engines.vllm.loras import renames
+
+    known = "orig_to_new_stacked" in WeightsMapper.__dataclass_fields__
+    stacked = {"orig_to_new_stacked": {".k_proj": (".qkv_proj", "k")}} if known else {}
+    mapper = WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}, **stacked)
+    assert renames(mapper)._map_name("model.layers.0.k_proj.lora_A.weight") == "language_model.model.layers.0.k_proj.lora_A.weight"
+    assert renames(None) is None

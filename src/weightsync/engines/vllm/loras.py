@@ -43,8 +43,7 @@ class WorkerLoras:
         self._controls = controls
         self._models: dict[str, LoRAModel] = {}
         self._registered: set[str] = set()
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        self._mapper = None if mapper is None else getattr(mapper, "get_rename_mapper", lambda: mapper)()
+        self._mapper = renames(getattr(manager.model, "hf_to_vllm_mapper", None))
         setattr(manager, _OWN, self)
         _follow_loading()
 
@@ -117,6 +116,14 @@ class WorkerLoras:
     def labels(self) -> Collection[str]:
         """Versions that are held."""
         return list(self._models)
+
+
+def renames(mapper: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Return what a model's ``hf_to_vllm_mapper`` does to names of adapters: vLLM stacks their q, k and v itself, later."""
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):  # from vLLM 0.32 on; before
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
 
 
 def _check_extents(adapter: str, module: LoraModule, layer: Any, index: int, count: int, most: int) -> None:  # noqa: ANN401 - vLLM's

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Quantizing on a GPU: ``python -m benchmarks.gpu_quantized bits|time [GB]|serve [moe]``.
+"""Quantizing on a GPU: ``python -m benchmarks.gpu_quantized bits|time [GB [FORMAT ...]]|serve [moe]``.
 
 ``bits``: every format on the GPU gives the bits of the CPU, for several cuts of a matrix.
-``time``: quantizing so many GB of bfloat16 (default 8), in shapes of Qwen3-30B-A3B and in large matrices, against a copy of them.
+``time``: quantizing so many GB of bfloat16 (default 8), in shapes of Qwen3-30B-A3B and in large matrices, against a copy of them
+within the GPU: medians of nine times and their ranges, of every format or of those named. ``thirds`` are shards whose borders cut
+blocks of 128 x 128; the exchange of their maxima is counted.
 ``serve``: a real vLLM with a checkpoint in FP8 blocks is updated by ``Trainer(quantize=)``, and answers as one that loaded the same
 weights quantized offline. Run it with ``VLLM_USE_DEEP_GEMM=0``, and again without.
 """
@@ -17,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -46,8 +49,8 @@ def made(matrices, boxes, name):
     ]
     quantized = QuantizedShards(manifest, shards, formats_by_pattern(manifest, {"*": name}))
     device = next(iter(matrices.values())).device
-    filled = [(shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype, device=device)) for shard in quantized.shards]
-    return quantized, filled
+    empty = (torch.empty(shard.box.shape, dtype=shard.tensor.dtype, device=device) for shard in quantized.shards)
+    return quantized, tuple(zip(quantized.shards, empty, strict=True))
 
 
 def whole(shape):
@@ -76,8 +79,7 @@ def check_bits():
         for device in ("cpu", "cuda"):
             for cut in (whole, thirds):
                 quantized, filled = made({"a.weight": matrix.to(device)}, cut, name)
-                quantized.exchange(Deadline(60))
-                quantized.write(filled, GO)
+                quantize(quantized, filled)
                 tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in quantized.manifest}
                 for shard, memory in filled:
                     place = tuple(map(slice, shard.box.starts, shard.box.stops))
@@ -87,37 +89,44 @@ def check_bits():
         print(f"{name:16} {'equal' if not wrong else f'DIFFERS: {wrong}'}", flush=True)
 
 
-def timed(work, times=5):
+def quantize(quantized, filled):
+    quantized.exchange(Deadline(60))
+    quantized.write(filled, GO)
+
+
+def timed(work, times=9):
+    """Milliseconds that ``work`` takes: median, least and most."""
     work()
-    seconds = []
+    taken = []
     for _ in range(times):
         torch.cuda.synchronize()
         began = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) * 1e3
+        taken.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(taken), min(taken), max(taken)
 
 
-def check_time(gigabytes):
+def check_time(gigabytes, names):
+    print(torch.cuda.get_device_name(), flush=True)
     kinds = {"experts of 768 x 2048": (768, 2048), "large, 8192 x 8192": (8192, 8192)}
     for kind, shape in kinds.items():
         count = max(int(gigabytes * 1e9 / (2 * shape[0] * shape[1])), 1)
         matrices = {f"layers.{index}.weight": torch.randn(shape, device="cuda").bfloat16() for index in range(count)}
         copies = [torch.empty_like(value) for value in matrices.values()]
-        copy = timed(lambda copies=copies, matrices=matrices: torch._foreach_copy_(copies, list(matrices.values())))
+        copy, *spread = timed(lambda copies=copies, matrices=matrices: torch._foreach_copy_(copies, list(matrices.values())))
+        print(f"{kind}, {count}: a copy takes {copy:.1f} ms ({spread[0]:.1f} to {spread[1]:.1f})", flush=True)
         del copies
-        for name in ("fp8-block", "fp8-block-e8m0", "fp8-channel", "mxfp8", "nvfp4", "int4-group128"):
+        for name in names:
             for cut in (whole, thirds):
                 quantized, filled = made(matrices, cut, name)
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                exchange = timed(lambda quantized=quantized: quantized.exchange(Deadline(60)))
-                write = timed(lambda quantized=quantized, filled=filled: quantized.write(filled, GO))
+                took, least, most = timed(partial(quantize, quantized, filled))
                 extra = torch.cuda.max_memory_allocated() - before
                 print(
-                    f"{kind}, {count}: copy {copy:.1f} ms; {name} {cut.__name__}: maxima {exchange:.1f}, write {write:.1f} ms, "
-                    f"{(exchange + write) / copy:.2f} x a copy; {extra / 1e6:.0f} MB more at its peak",
+                    f"  {name:20} {cut.__name__:6} {took:5.1f} ms ({least:.1f} to {most:.1f}), {took / copy:.2f} copies; "
+                    f"{extra / 1e6:.0f} MB more at its peak",
                     flush=True,
                 )
                 del quantized, filled
@@ -206,6 +215,6 @@ if __name__ == "__main__":
     if what == "bits":
         check_bits()
     elif what == "time":
-        check_time(float(more[0]) if more else 8.0)
+        check_time(float(more[0]) if more else 8.0, more[1:] or FORMATS)
     else:
         check_serving("moe" in more)

@@ -64,15 +64,17 @@ class DeviceCopy:
             firsts = self._places[1]
         self._sources = [shard for shard in shards if not shard.tensor.is_meta]
         self._targets: list[torch.Tensor] = []
-        self._write, self._written = write, list[tuple[Shard, torch.Tensor]]()
+        self._write = write
+        written = list[tuple[Shard, torch.Tensor]]()
         for shard, first in zip(shards, firsts.tolist(), strict=True):
             dtype = torch_dtype(manifest[manifest.index[shard.name]].dtype)
             place = self._scratch[first : first + shard.box.size * dtype.itemsize]
             target = place.view(dtype).view(shard.box.shape)
             if shard.tensor.is_meta:
-                self._written.append((shard, target))
+                written.append((shard, target))
             else:
                 self._targets.append(target)
+        self._written = tuple(written)  # the same object each time, so that addresses are looked up once
         self._digest = DeviceDigest(manifest, layout, self._device)
         self._digest.build(self._addresses)
 

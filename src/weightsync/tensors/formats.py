@@ -41,8 +41,10 @@ class Format(ABC):
 
     uses_whole = False
     """Whether the maximum of the whole matrix is needed, too."""
-    divides = False
-    """Whether values are divided by their factor, in the dtype of the matrix, and not multiplied by it in float32."""
+    inverse = False
+    """Whether the scale of the whole matrix is published as its reciprocal."""
+    rule = ""
+    """Rule of scales and codes in the kernel: ``block``, ``power``, ``divide``, ``mx`` or ``nvfp4``."""
 
     @property
     def fuses(self) -> bool:
@@ -95,11 +97,11 @@ class Format(ABC):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return ()
 
-    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Contents of the tensor after data and scales, for each of these matrices, if there is one.
+    def more(self, shapes: Sequence[tuple[int, ...]], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Contents of the tensor after data and scales, for each matrix of these shapes, if there is one.
 
         Args:
-            specs: The matrices.
+            shapes: Of the matrices.
             wholes: Largest absolute value of each of them, if the format needs it.
         """
         return ()
@@ -138,18 +140,18 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class _BlockFp8(Format):
-    """DeepSeek's cast, as in DeepGEMM's ``per_block_cast_to_fp8``. With ``power`` scales are powers of two."""
+    """DeepSeek's cast, as in DeepGEMM's ``per_block_cast_to_fp8``. With the rule ``power`` scales are powers of two."""
 
-    power: bool = False
+    rule: str = "block"
 
     data_dtype = torch.float8_e4m3fn
 
     def scale_dtype(self, dtype: str) -> str:
-        return "float8_e8m0fnu" if self.power else "float32"
+        return "float8_e8m0fnu" if self.rule == "power" else "float32"
 
     def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = maxima.clamp(min=_SMALLEST_MAXIMUM) / _constant(_FP8, maxima)
-        if not self.power:
+        if self.rule == "block":
             return scales, scales.reciprocal()
         exponents = _ceiling_exponents(scales)
         return exponents.view(torch.float8_e8m0fnu), _power(254 - exponents.int())
@@ -166,7 +168,7 @@ class _Scaled(Format):
     lowest: float = -_FP8
     highest: float = _FP8
 
-    divides = True
+    rule = "divide"
 
     @property
     def data_dtype(self) -> torch.dtype:
@@ -178,8 +180,8 @@ class _Scaled(Format):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return () if self.packed == 1 else (self._spec(spec, "weight_shape", (2,), "int64"),)
 
-    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
-        return () if self.packed == 1 else torch.tensor([spec.shape for spec in specs], device=wholes.device).unbind()
+    def more(self, shapes: Sequence[tuple[int, ...]], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+        return () if self.packed == 1 else torch.tensor(shapes, device=wholes.device).unbind()
 
     def scales(self, maxima: torch.Tensor, dtype: torch.dtype, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = maxima.to(dtype) / _constant(self.half_range, maxima)
@@ -194,6 +196,8 @@ class _Scaled(Format):
 @dataclass(frozen=True)
 class _Mx(Format):
     """The OCP's microscaling formats, with scales rounded up (``RCEIL``), as torchao quantizes weights for inference."""
+
+    rule = "mx"
 
     @property
     def data_dtype(self) -> torch.dtype:
@@ -222,7 +226,7 @@ class _Nvfp4(Format):
     whole_name: str = "weight_global_scale"
     inverse: bool = True
 
-    uses_whole = True
+    rule, uses_whole = "nvfp4", True
     data_dtype = torch.uint8
 
     def scale_dtype(self, dtype: str) -> str:
@@ -231,7 +235,7 @@ class _Nvfp4(Format):
     def _more(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return (self._spec(spec, self.whole_name, (1,) if self.inverse else (), "float32"),)
 
-    def more(self, specs: Sequence[TensorSpec], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
+    def more(self, shapes: Sequence[tuple[int, ...]], wholes: torch.Tensor) -> Sequence[torch.Tensor]:
         scales = self._of_whole(wholes)
         return torch.split(scales.reciprocal(), 1) if self.inverse else scales.unbind()
 
@@ -278,7 +282,7 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 _DEEPSEEK, _COMPRESSED, _TORCHAO = "DeepGEMM per_block_cast_to_fp8", "compressed-tensors quantize", "torchao"
 _FORMATS: tuple[Format, ...] = (
     _BlockFp8("fp8-block", _DEEPSEEK, (128, 128), "weight", "weight_scale_inv"),
-    _BlockFp8("fp8-block-e8m0", _DEEPSEEK, (128, 128), "weight", "weight_scale_inv", power=True),
+    _BlockFp8("fp8-block-e8m0", _DEEPSEEK, (128, 128), "weight", "weight_scale_inv", rule="power"),
     _Scaled("fp8-block-compressed", _COMPRESSED, (128, 128), "weight", "weight_scale"),
     _Scaled("fp8-channel", _COMPRESSED, (1, 0), "weight", "weight_scale"),
     _Scaled("fp8-tensor", _COMPRESSED, (0, 0), "weight", "weight_scale"),

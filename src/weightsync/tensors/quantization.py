@@ -37,7 +37,7 @@ _CHUNK = {"cpu": 1 << 18}  # elements that torch encodes at a time
 _CHUNK_ELSEWHERE = 1 << 24
 KERNELS_ON = {"cuda"}
 """Types of devices whose shards are quantized by Triton's kernels."""
-_MOST_CELLS = 1 << 22  # of a batch: it takes up to 12 bytes of memory for each
+_MOST_CELLS = 1 << 22  # of a batch that keeps maxima in memory
 
 
 def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -> dict[str, Format]:
@@ -175,16 +175,45 @@ class _ShardBatch:
         self.device = sources[0].tensor.device
         self.counts = [source.cells for source in sources]
         """Cells of each shard."""
-        self.lengths = torch.tensor(self.counts, device=self.device)
+        self.places = _merged([source.kept[0] for source in sources if 0 in source.kept])
+        """Where maxima of all cells are kept from the exchange on, if some are exchanged."""
+        shared = [number for number, source in enumerate(sources) if 1 in source.kept]
+        self.shared = torch.tensor(shared, dtype=torch.int64, device=self.device)
+        """Shards whose matrix is exchanged, and where its maximum is kept."""
+        self.kept = torch.tensor([sources[number].kept[1].start for number in shared], dtype=torch.int64, device=self.device)
+        self._lengths = torch.tensor(self.counts, device=self.device)
+        self._outs: Sequence[Mapping[int, torch.Tensor]] = ()
+
+    one_pass = False
+    """Whether :meth:`encode` finds the maxima of cells itself."""
+
+    def place(self, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Take up where shards are now, and where data (0), scales (1) and what else they publish (2) go, if anywhere."""
+        self._outs = outs
 
     def maxima(self) -> torch.Tensor:
         """Largest absolute values of the cells, ``float32[cells]``."""
         return torch.cat([self._maxima(source).ravel() for source in self.sources])
 
-    def encode(self, factors: torch.Tensor, scales: torch.Tensor, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
-        """Write data (0) and scales (1) of each shard to its memory, with factors and scales of the cells."""
-        encoding, shares = self.matrix.format, (torch.split(factors, self.counts), torch.split(scales, self.counts))
-        for source, out, of_factors, of_scales in zip(self.sources, outs, *shares, strict=True):
+    def wholes(self, maxima: torch.Tensor | None) -> torch.Tensor:
+        """Largest absolute value of each shard, ``float32[shards]``, of those of its cells if they are known."""
+        maxima = self.maxima() if maxima is None else maxima
+        return torch.segment_reduce(maxima, "max", lengths=self._lengths, initial=0.0)
+
+    def encode(self, maxima: torch.Tensor | None, wholes: torch.Tensor | None) -> torch.Tensor:
+        """Write what the shards publish, with the largest values of cells and of whole matrices, if the format needs them.
+
+        Returns:
+            The number of the first shard that is not finite, or that of shards.
+        """
+        maxima = self.maxima() if maxima is None else maxima
+        of_matrices = maxima if wholes is None else wholes
+        whole = maxima if wholes is None else wholes.repeat_interleave(self._lengths, output_size=len(maxima))
+        encoding, dtype = self.matrix.format, self.matrix.dtype
+        scales, factors = encoding.scales(maxima, dtype, whole)
+        shares = torch.split(factors, self.counts), torch.split(scales, self.counts)
+        more = encoding.more([source.shard.shape for source in self.sources], of_matrices)
+        for source, out, of_factors, of_scales, rest in itertools.zip_longest(self.sources, self._outs, *shares, more):
             grid = of_factors.view(source.grid)
             for values, rows, columns in self._views(source):
                 part = grid[rows.block : rows.block + rows.count, columns.block : columns.block + columns.count]
@@ -193,6 +222,10 @@ class _ShardBatch:
                 out[0][rows.start : rows.stop, first:end].copy_(encoding.pack(codes))
             if 1 in out:
                 out[1].copy_(of_scales.view(source.grid)[source.owned].reshape(out[1].shape))
+            if 2 in out:
+                out[2].copy_(rest)
+        finite = torch.segment_reduce(maxima.isfinite().float(), "min", lengths=self._lengths, initial=1.0)
+        return torch.cat([finite, torch.zeros(1, device=self.device)]).argmin()
 
     def _maxima(self, source: Master) -> torch.Tensor:
         maxima = torch.zeros(source.grid, device=self.device)
@@ -212,18 +245,24 @@ class _ShardBatch:
                 yield values.view(rows.count, high, columns.count, wide), rows, columns
 
 
-class _KernelBatch(_ShardBatch):
+class _KernelBatch(DeviceBatch, _ShardBatch):
     """Shards on a GPU, encoded by a launch for all of them."""
 
     def __init__(self, numbers: Sequence[int], sources: Sequence[Master], matrix: _Matrix) -> None:
-        super().__init__(numbers, sources, matrix)
-        self._kernels = DeviceBatch(matrix.format, sources, matrix.dtype, self.device)
+        _ShardBatch.__init__(self, numbers, sources, matrix)
+        DeviceBatch.__init__(self, matrix.format, sources, matrix.dtype, self.device)
+        self.one_pass = matrix.format.block != (0, 0)
+        self._whole: DeviceBatch = self
+        if matrix.format.uses_whole:
+            self._whole = DeviceBatch(matrix.format, sources, matrix.dtype, self.device, whole=True)
 
-    def maxima(self) -> torch.Tensor:
-        return self._kernels.maxima()
+    def place(self, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        super().place(outs)
+        if self.matrix.format.uses_whole:
+            self._whole.place(())
 
-    def encode(self, factors: torch.Tensor, scales: torch.Tensor, outs: Sequence[Mapping[int, torch.Tensor]]) -> None:
-        self._kernels.encode(factors, scales, outs)
+    def wholes(self, maxima: torch.Tensor | None) -> torch.Tensor:
+        return self._whole.maxima()
 
 
 class QuantizedShards:
@@ -254,6 +293,8 @@ class QuantizedShards:
         """A matrix of each grid of maxima."""
         self._kept = torch.zeros(0)
         self._known = dict[bool, tuple[object, list[_ShardBatch]]]()
+        self._placed = dict[bool, tuple[object, list[int], list[_ShardBatch]]]()
+        """Where targets and shards were when batches were placed: those of :meth:`write` (False) and of :meth:`exchange` (True)."""
         self._matrices = [_Matrix(spec, formats[spec.name]) for spec in manifest if spec.name in formats]
         self._index = {matrix.spec.name: number for number, matrix in enumerate(self._matrices)}
         kept = [spec for spec in manifest if spec.name not in self._index]
@@ -277,6 +318,8 @@ class QuantizedShards:
             raise ConfigurationError("this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer")
         for source, master in zip(self._sources, masters, strict=True):
             source.shard = master
+        self._tensors = [master.tensor for master in masters]
+        self._placed.clear()
         return ordered(self.manifest, [*(shard for shard in shards if shard.name not in self._index), *self._derived])
 
     @property
@@ -417,20 +460,24 @@ class QuantizedShards:
         if self._sources:
             device = self._sources[0].tensor.device
             self._kept = torch.zeros(self._kept_size, device=device)
-            for batch in self._batches([number for number, source in enumerate(self._sources) if source.kept], None):
-                maxima = batch.maxima()
-                if 0 in batch.sources[0].kept:
-                    self._keep(batch, 0, maxima, batch.counts)
+            for batch in self._ready(None):
+                maxima = batch.maxima() if batch.places or not batch.one_pass else None
+                if maxima is not None and batch.places:
+                    sizes = [place.stop - place.start for place in batch.places]
+                    for place, part in zip(batch.places, torch.split(maxima, sizes), strict=True):
+                        self._kept[place] = part
                 if batch.matrix.format.uses_whole:
-                    self._keep(batch, 1, _wholes(batch, maxima), [1] * len(batch.counts))
-            mine = self._kept[self._positions.to(device)].cpu()
-            values.scatter_reduce_(0, self._used, torch.where(mine.isfinite(), mine, torch.inf), "amax")
+                    self._kept[batch.kept] = batch.wholes(maxima)[batch.shared]
+            self._positions, self._used = self._positions.to(device), self._used.to(device)
+            mine = self._kept[self._positions]
+            mine = torch.where(mine.isfinite(), mine, torch.inf)
+            values = values.to(device).scatter_reduce_(0, self._used, mine, "amax").cpu()
         self._agree(values, deadline)
         bad = torch.nonzero(values.isinf())
         if len(bad):
             raise _not_finite(self._names[int(self._slot_names[int(bad[0])])])
         if self._sources:
-            self._kept[self._positions.to(device)] = values[self._used].to(device)
+            self._kept[self._positions] = values.to(device)[self._used]
 
     @torch.no_grad()
     def write(self, targets: Iterable[tuple[Shard, torch.Tensor]], stop: Int8) -> None:
@@ -440,20 +487,34 @@ class QuantizedShards:
             Aborted: Another thread set ``stop[0]``.
             ConfigurationError: A matrix holds Inf or NaN.
         """
-        parts: dict[int, dict[int, torch.Tensor]] = {}
-        for shard, target in targets:
-            if isinstance(shard, _QuantizedShard):
-                parts.setdefault(shard.source, {})[shard.part] = target
-        batches = self._batches(list(parts), next(iter(parts.values()))[0].device) if parts else []
+        batches = self._ready(targets if isinstance(targets, tuple) else tuple(targets))
         bad = list[torch.Tensor]()
         for batch in batches:
             if stop[0]:
                 raise Aborted("the copy of this version was stopped")
-            bad.append(self._write(batch, [parts[number] for number in batch.numbers]))
-        for batch, cell in zip(batches, map(int, bad), strict=True):
-            if cell >= 0:
-                source = batch.sources[int(np.searchsorted(np.cumsum(batch.counts), cell, side="right"))]
-                raise _not_finite(self._matrices[source.matrix].spec.name)
+            bad.append(self._write(batch))
+        for batch, number in zip(batches, map(int, bad), strict=True):
+            if number < len(batch.sources):
+                raise _not_finite(self._matrices[batch.sources[number].matrix].spec.name)
+
+    def _ready(self, targets: tuple[tuple[Shard, torch.Tensor], ...] | None) -> list[_ShardBatch]:
+        """Batches that fill ``targets``, or with ``None`` those whose maxima are exchanged; as before if all is where it was."""
+        addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        known = self._placed.get(targets is None)
+        if known is not None and known[0] is targets and known[1] == addresses:
+            return known[2]
+        parts: dict[int, dict[int, torch.Tensor]] = {}
+        for shard, target in targets or ():
+            if isinstance(shard, _QuantizedShard):
+                parts.setdefault(shard.source, {})[shard.part] = target
+        if targets is None:
+            batches = self._batches([number for number, source in enumerate(self._sources) if source.kept], None)
+        else:
+            batches = self._batches(list(parts), next(iter(parts.values()))[0].device) if parts else []
+        for batch in batches:
+            batch.place([parts[number] for number in batch.numbers] if parts else ())
+        self._placed[targets is None] = targets, addresses, batches
+        return batches
 
     def _batches(self, numbers: Sequence[int], target: torch.device | None) -> list[_ShardBatch]:
         """Sort shards into batches, which are kept for the next call. What is quantized goes to memory of ``target``, if given."""
@@ -475,7 +536,8 @@ class QuantizedShards:
             first = 0
             while first < len(of_kind):
                 before = ends[first - 1] if first else 0
-                last = max(int(np.searchsorted(ends, before + _MOST_CELLS, side="right")), first + 1)
+                most = _MOST_CELLS if not kind[0] or kind[-1] else ends[-1]
+                last = max(int(np.searchsorted(ends, before + most, side="right")), first + 1)
                 sources = [self._sources[number] for number in of_kind[first:last]]
                 made = _KernelBatch if kind[0] else _ShardBatch
                 batches.append(made(of_kind[first:last], sources, self._matrices[sources[0].matrix]))
@@ -483,57 +545,25 @@ class QuantizedShards:
         self._known[target is None] = key, batches
         return batches
 
-    def _keep(self, batch: _ShardBatch, level: int, values: torch.Tensor, counts: Sequence[int]) -> None:
-        """Keep what shards of the batch share with others, of ``counts`` values for each shard."""
-        places = [source.kept.get(level) for source in batch.sources]
-        if (run := _run(places)) is not None:
-            self._kept[run] = values
-            return
-        ends = np.cumsum(counts).tolist()
-        for place, count, end in zip(places, counts, ends, strict=True):
-            if place is not None:
-                self._kept[place] = values[end - count : end]
-
-    def _write(self, batch: _ShardBatch, outs: Sequence[Mapping[int, torch.Tensor]]) -> torch.Tensor:
-        """Quantize shards to ``outs``, by part. Return the number of a cell that is not finite, or -1."""
-        sources, encoding = batch.sources, batch.matrix.format
-        if 0 in sources[0].kept:
-            maxima = _runs(self._kept, [source.kept[0] for source in sources]).to(batch.device)
-        else:
+    def _write(self, batch: _ShardBatch) -> torch.Tensor:
+        """Quantize shards. Return the number of one that is not finite, or that of shards."""
+        maxima = wholes = None
+        if batch.places:
+            maxima = torch.cat([self._kept[place] for place in batch.places]).to(batch.device)
+        elif not batch.one_pass:
             maxima = batch.maxima()
-        wholes = whole = maxima
-        if encoding.uses_whole:
-            wholes = _wholes(batch, maxima)
-            shared = [number for number, source in enumerate(sources) if 1 in source.kept]
-            if shared:
-                of_all = _runs(self._kept, [sources[number].kept[1] for number in shared])
-                wholes[torch.tensor(shared, device=batch.device)] = of_all.to(batch.device)
-            whole = wholes.repeat_interleave(batch.lengths, output_size=len(maxima))
-        scales, factors = encoding.scales(maxima, batch.matrix.dtype, whole)
-        batch.encode(factors, scales, outs)
-        more = encoding.more([self._matrices[source.matrix].spec for source in sources], wholes)
-        pairs = [(out[2], value) for out, value in zip(outs, more, strict=False) if 2 in out]
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
-        bad = torch.cat([~maxima.isfinite(), torch.ones(1, dtype=torch.bool, device=batch.device)]).to(torch.uint8).argmax()
-        return torch.where(bad < len(maxima), bad, -1)
+        if batch.matrix.format.uses_whole:
+            wholes = known = self._kept[batch.kept.to(self._kept.device)].to(batch.device)
+            if len(known) < len(batch.sources):
+                wholes = batch.wholes(maxima)
+                wholes[batch.shared] = known
+        return batch.encode(maxima, wholes)
 
 
-def _run(places: Sequence[slice | None]) -> slice | None:
-    """The slice that consists of these, if each follows the one before."""
-    known = [place for place in places if place is not None]
-    adjacent = len(known) == len(places) and all(place.stop == after.start for place, after in itertools.pairwise(known))
-    return slice(known[0].start, known[-1].stop) if known and adjacent else None
-
-
-def _runs(tensor: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
-    run = _run(places)
-    return torch.cat([tensor[place] for place in places]) if run is None else tensor[run]
-
-
-def _wholes(batch: _ShardBatch, maxima: torch.Tensor) -> torch.Tensor:
-    """Largest values of each shard's cells."""
-    return torch.segment_reduce(maxima, "max", lengths=batch.lengths, initial=0.0)
+def _merged(places: Sequence[slice]) -> Sequence[slice]:
+    """The slice that consists of these, if each follows the one before; otherwise these."""
+    adjacent = all(place.stop == after.start for place, after in itertools.pairwise(places))
+    return [slice(places[0].start, places[-1].stop)] if places and adjacent else places
 
 
 def _fused_name(member: re.Match[str]) -> str:

@@ -13,12 +13,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where kernels are imported
 
+from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors import quantization
 from weightsync.tensors.cuda.quantization import DeviceBatch
+from weightsync.tensors.quantization import QuantizedShards, formats_by_pattern
+from weightsync.tensors.shards import Shard
 
 from .quantized_references import NAMES, reference
-from .test_quantization import CUTS, cut, hard, quantize, rows_of, same
+from .test_quantization import CUTS, GO, cut, hard, quantize, rows_of, same
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -34,14 +38,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(name: str) -> Callable[..., Any]:
         launch = getattr(DeviceBatch, name)
 
-        def locked(*arguments: Any) -> Any:
+        def locked(*arguments: Any, **more: Any) -> Any:
             with one_at_a_time:
                 known.append(name)
-                return launch(*arguments)
+                return launch(*arguments, **more)
 
         return locked
 
-    for name in ("maxima", "encode"):
+    for name in ("maxima", "encode", "place"):
         monkeypatch.setattr(DeviceBatch, name, counted(name))
     monkeypatch.setattr(quantization, "KERNELS_ON", {GPU.type})
     return known
@@ -82,10 +86,69 @@ def test_blocks_that_do_not_divide_and_zeros(name: str, rows: int, columns: int)
         check(name, [matrix], CUTS["tp2"])
 
 
-def test_batches_are_bounded(seed: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "_MOST_CELLS", 1000)
-    check("nvfp4", [hard(60, 128, torch.bfloat16, seed + number) for number in range(5)], CUTS["gathered"])
-    assert launches.count("encode") == 3
+def test_batches_that_keep_maxima_are_bounded(seed: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 and 1 hold 5 x (72 + 144) blocks of 1 x 16, some of which columns cut, and rank 2 half of that."""
+    monkeypatch.setattr(quantization, "_MOST_CELLS", 500)
+    matrices = [hard(60, 128, torch.bfloat16, seed + number) for number in range(5)]
+    check("nvfp4", matrices, CUTS["megatron"])
+    assert launches.count("encode") == 3 + 3 + 2
+    launches.clear()
+    check("nvfp4", matrices, CUTS["gathered"])
+    assert (launches.count("encode"), launches.count("maxima")) == (1, 1), "of whole matrices only"
+
+
+@pytest.mark.parametrize("name", ["fp8-channel", "int4-group128"])
+def test_every_quotient_of_bfloat16_is_rounded_as_a_division_rounds_it(name: str) -> None:
+    """Scales and values of every mantissa, and of magnitudes where a reciprocal overflows or a value is denormal."""
+    values = (torch.arange(128) + 128).float()
+    columns = torch.cat([values * 2.0**-power for power in range(8, 16)])  # below 1
+    for power in (0, 120, -122):
+        matrix = torch.empty(128, 1024)
+        for row in range(128):
+            matrix[row] = columns * 2.0**power
+            matrix[row, ::32] = values[row] * 2.0 ** (power - 7)  # the largest, from 1 on
+        matrix[:, 1::2] *= -1
+        check(name, [matrix.bfloat16()], CUTS["gathered"])
+
+
+@pytest.mark.parametrize("columns", [2048, 2056, 5000])
+def test_rows_longer_than_a_tile(columns: int, seed: int) -> None:
+    check("fp8-channel", [hard(11, columns, torch.bfloat16, seed)], lambda *shape: rows_of(2, *shape))
+
+
+def test_addresses_are_looked_up_when_memory_moved(seed: int, launches: list[str]) -> None:
+    matrices = {WEIGHT.format(number): hard(128, 256, torch.bfloat16, seed + number).to(GPU) for number in range(2)}
+    manifest = Manifest(TensorSpec(name, (128, 256), "bfloat16") for name in matrices)
+    (shards,) = cut(matrices, CUTS["gathered"](128, 256))
+    made = QuantizedShards(manifest, shards, formats_by_pattern(manifest, {"*": "fp8-block"}))
+
+    def memory() -> tuple[tuple[Shard, torch.Tensor], ...]:
+        return tuple((shard, torch.empty(shard.box.shape, dtype=shard.tensor.dtype, device=GPU)) for shard in made.shards)
+
+    def written(targets: tuple[tuple[Shard, torch.Tensor], ...]) -> bool:
+        made.exchange(Deadline(20))
+        made.write(targets, GO)
+        expected = {name: reference("fp8-block", matrix.cpu()) for name, matrix in matrices.items()}
+        return all(
+            same(target.cpu(), expected[shard.name.removesuffix("_scale_inv")][int(shard.name.endswith("_scale_inv"))])
+            for shard, target in targets
+        )
+
+    first, second = memory(), memory()
+    assert written(first)
+    for matrix in matrices.values():
+        matrix.mul_(-2)
+    assert written(first)
+    assert launches.count("place") == 1
+    assert written(second)
+    assert launches.count("place") == 2
+    for shard in shards:
+        shard.tensor.data = matrices[shard.name] = torch.roll(shard.tensor, 1)  # as frameworks do with parameters
+    assert written(second)
+    assert launches.count("place") == 3
+    moved = [Shard(shard.name, shard.shape, shard.box, shard.tensor.t().contiguous().t()) for shard in shards]
+    made.derive(manifest, moved)
+    assert written(second)
 
 
 @pytest.mark.parametrize("bad", [float("-inf"), float("nan")])

@@ -156,13 +156,14 @@ class Reader(ABC):
         """Release everything. Safe twice."""
 
 
-class _Deferred:
+class Deferred:
     """A completion that does the work when it is waited for."""
 
     def __init__(self, run: Callable[[Deadline], None]) -> None:
         self._run = run
 
     def wait(self, deadline: Deadline) -> None:
+        """See :meth:`Completion.wait`."""
         self._run(deadline)
 
 
@@ -175,7 +176,7 @@ class BlockingReader(Reader):
 
     def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`Reader.submit`."""
-        return _Deferred(lambda deadline: self.read(group, deadline, digests))
+        return Deferred(lambda deadline: self.read(group, deadline, digests))
 
 
 class Transport(ABC):

@@ -74,8 +74,8 @@ def test_direct_pieces_and_frames_are_the_group_without_overlap(seed: int, least
     pack = copies(frames.copies(staging.addresses, (address,)), "host", 0)
     unpack = copies(frames.copies(staging.addresses, None), "host", 0)
     for number in range(len(frames)):
-        pack.run(number, Deadline(5))
-        unpack.run(number, Deadline(5))
+        pack(number, Deadline(5))
+        unpack(number, Deadline(5))
     assert np.array_equal(target, expected)
     if least == 1 << 30:
         assert not len(pieces)

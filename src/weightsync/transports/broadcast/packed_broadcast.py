@@ -90,11 +90,6 @@ class PackedBroadcast:
         with torch.cuda.device(device):
             self._copy = TileCopy([[(table, (0,))] for table in cut], device, programs=programs)
 
-    @property
-    def table_bytes(self) -> int:
-        """Device memory that the tables take."""
-        return self._copy.table_bytes + self._headers.nbytes
-
     def run(
         self,
         group: ProcessGroup,

@@ -18,13 +18,7 @@ import torch
 
 from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    Aborted,
-    PeerLost,
-    ProtocolError,
-    StaleSource,
-    TransportUnavailable,
-)
+from weightsync.errors import ProtocolError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
@@ -33,9 +27,10 @@ from weightsync.tensors.cuda.waiting import wait_for_event, wait_until_idle
 from weightsync.transports.base import LOOPBACK, Completion, Network, Reader, Transport
 from weightsync.transports.cuda.driver import close_handle, driver_problem, open_handle, reach_device
 from weightsync.transports.cuda.region import CudaRegion, Exported, export_count
-from weightsync.transports.host.memory import map_read_only, reopen_read_only
+from weightsync.transports.host.mapped import HeaderReader
+from weightsync.transports.host.memory import map_read_only
 from weightsync.transports.host.region import HEADER_BYTES, Header, PublishedRegion
-from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.host.unix_socket import LocalPublisher, open_local
 from weightsync.transports.hostinfo import this_process
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.handshake import HELLO_SECONDS
@@ -46,45 +41,24 @@ _LENGTH = struct.Struct("<Q")
 _MOST_FACTS = 64 << 20  # a million regions
 
 
-def _next_request(channel: Channel) -> bytes:
-    """The next byte that the reader sends, or nothing when either end closes the connection, which is what ends the wait."""
-    channel.unbound()
-    try:
-        return channel.socket.recv(1)
-    except OSError:
-        return b""
-
-
-class CudaIpcPublisher:
+class CudaIpcPublisher(LocalPublisher):
     """Tells authenticated readers of the same user where to find a :class:`~weightsync.transports.cuda.region.CudaRegion`."""
 
     def __init__(self, region: CudaRegion, key: bytes, local_host: Host) -> None:
-        if region.fd is None:
-            raise TransportUnavailable("CUDA IPC needs Linux: this machine's memory cannot be handed to another process")
         region.export()
         self._region = region
-        self._listener, address = listen_local(_PREFIX, "cuda-ipc", key, self._serve)
-        self.offer = Offer(scheme=CudaIpc.name, address=address, host=local_host, traits=CudaIpc.traits)
+        super().__init__(CudaIpc, "CUDA IPC", _PREFIX, lambda: region.fd, key, local_host)
 
-    def _serve(self, channel: Channel) -> None:
-        region_fd = self._region.fd
-        if region_fd is None:
-            return  # the region was closed before its publisher; the reader sees the connection end
-        fd = reopen_read_only(region_fd)
-        try:
-            channel.send_descriptor(_ASK, fd, Deadline(HELLO_SECONDS))
-        finally:
-            os.close(fd)
-        while _next_request(channel) == _ASK:
+    def _facts(self) -> bytes:
+        return _ASK
+
+    def _stay(self, channel: Channel) -> None:
+        while channel.next_byte() == _ASK:
             facts = msgspec.msgpack.encode(self._region.exported)
             channel.send([_LENGTH.pack(len(facts)), facts], Deadline(HELLO_SECONDS))
 
-    def close(self) -> None:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        self._listener.close()
 
-
-class CudaIpcReader(Reader):
+class CudaIpcReader(HeaderReader):
     """One reader's mapping of one publisher's device memory: a :class:`~weightsync.transports.base.Reader`.
 
     Targets are addresses in the memory of ``device`` (or in memory that it can reach). To fill one GPU from several publishers in
@@ -94,7 +68,7 @@ class CudaIpcReader(Reader):
     stream_ordered = True
 
     def __init__(self, channel: Channel, device: int, deadline: Deadline) -> None:
-        self._channel = channel
+        self._channel, self._peer = channel, channel.peer
         self.device = device
         _, fd = channel.receive_descriptor(len(_ASK), deadline)
         try:
@@ -103,9 +77,6 @@ class CudaIpcReader(Reader):
             os.close(fd)
         self._header = Header(self._page)
         self._header.check(0)
-        self._closed = False
-        self._aborted = False
-        self._stamp: tuple[int, int] | None = None
         self.groups: tuple[CopyTable, ...] = ()
         self._alone: CombinedReader | None = None
         self._running: torch.cuda.Event | None = None
@@ -163,32 +134,19 @@ class CudaIpcReader(Reader):
             self._opened[exported] = open_handle(exported[0], self.device)
         return self._opened[exported]
 
-    def _check(self, deadline: Deadline, what: str) -> None:
-        if self._closed:
-            raise PeerLost(f"{what}: the source of {self._channel.peer} is closed")
-        if self._aborted:
-            raise Aborted(f"{what} from {self._channel.peer} was aborted")
-        if not self._channel.peer_lives():
-            raise PeerLost(f"{what}: {self._channel.peer} went away")
-        deadline.remaining(f"{what} from {self._channel.peer}")
+    def _publisher_lives(self) -> bool:
+        return self._channel.peer_lives()
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._aborted, self._stamp, self.groups = False, None, ()
         self._check(deadline, "preparing")
         self.finish(deadline)  # a read that failed may still run, on memory that is unmapped below
-        if layout_digest != self._layout_digest:
-            raise StaleSource(f"{self._channel.peer} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+        self._check_layout(layout_digest)
         for tiles in groups:
             check_tiles(tiles, self._sizes)
         self.groups = tuple(groups)
         self._open(deadline)
-
-    def require(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.host.mapped.MappedReader.require`."""
-        self._aborted = False
-        self._check(deadline, f"looking for version {version}")
-        self._header.require(version)
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.begin`. Waits for work that this process has on the device."""
@@ -223,10 +181,9 @@ class CudaIpcReader(Reader):
 
     def require_unchanged(self, deadline: Deadline) -> None:
         """Raise what :meth:`read` may raise unless the publisher lives and has held this version since :meth:`begin`."""
-        if self._stamp is None:
-            raise ProtocolError("a transfer was continued that was not begun")
+        stamp = self._started()
         self._check(deadline, "reading")
-        self._header.require_unchanged(self._stamp)
+        self._header.require_unchanged(stamp)
 
     def end(self, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.end`."""
@@ -374,12 +331,8 @@ class CudaIpc(Transport):
 
     def open(self, offer: Offer, key: bytes, deadline: Deadline) -> CudaIpcReader:
         """See :class:`weightsync.transports.base.Transport`."""
-        channel = connect_local(_PREFIX, offer.address, key, "the source on this host", deadline)
-        try:
-            return CudaIpcReader(channel, torch.cuda.current_device() if self._device is None else self._device, deadline)
-        except BaseException:
-            channel.close()
-            raise
+        device = torch.cuda.current_device() if self._device is None else self._device
+        return open_local(_PREFIX, offer, key, deadline, lambda channel, deadline: CudaIpcReader(channel, device, deadline))
 
     def combine(self, readers: Sequence[Reader]) -> Reader | None:
         """See :class:`weightsync.transports.base.Transport`: one launch for all."""

@@ -12,11 +12,49 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
 from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.base import BlockingReader
+from weightsync.transports.base import BlockingReader, Reader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 
 
-class MappedReader(BlockingReader):
+class HeaderReader(Reader):
+    """Base of readers that see the header of the publisher's region themselves, and whether its process lives."""
+
+    _header: Header
+    _peer: str
+    _layout_digest: str
+    _closed = _aborted = False
+    _stamp: tuple[int, int] | None = None
+
+    @abstractmethod
+    def _publisher_lives(self) -> bool:
+        """Whether the publisher still serves. Never blocks."""
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        if self._closed:
+            raise PeerLost(f"{what}: the source of {self._peer} is closed")
+        if self._aborted:
+            raise Aborted(f"{what} from {self._peer} was aborted")
+        if not self._publisher_lives():
+            raise PeerLost(f"{what}: {self._peer} went away")
+        deadline.remaining(f"{what} from {self._peer}")
+
+    def _check_layout(self, planned: str) -> None:
+        if planned != self._layout_digest:
+            raise StaleSource(f"{self._peer} has layout {self._layout_digest}, but the plan was made for {planned}")
+
+    def _started(self) -> tuple[int, int]:
+        if self._stamp is None:
+            raise ProtocolError("a transfer was continued that was not begun")
+        return self._stamp
+
+    def require(self, version: int, deadline: Deadline) -> None:
+        """See :meth:`weightsync.transports.base.Reader.require`."""
+        self._aborted = False
+        self._check(deadline, f"looking for version {version}")
+        self._header.require(version)
+
+
+class MappedReader(BlockingReader, HeaderReader):
     """A :class:`~weightsync.transports.base.Reader` over ``memory``, ``uint8[header + nbytes]``: a publisher's whole region.
 
     If the publisher dies, no rank may commit its version, although the mapping can still be read. So ``begin``, ``read`` and
@@ -24,57 +62,30 @@ class MappedReader(BlockingReader):
     """
 
     def __init__(self, memory: Bytes, nbytes: int, layout_digest: str, publisher: str) -> None:
-        self._memory: Bytes | None = memory
+        self._memory = memory
         self._header = Header(memory)
         self._header.check(nbytes)
         self._regions = (nbytes,)
         # An empty region has no byte to point at: no tile can pass the check, so the address is never used.
         self._addresses = (int(memory.ctypes.data) + HEADER_BYTES,)
         self._layout_digest = layout_digest
-        self._publisher = publisher
+        self._peer = publisher
         self._groups: tuple[CopyTable, ...] = ()
-        self._stamp: tuple[int, int] | None = None
         self._stop = np.zeros(1, np.int8)
-        self._aborted = False
-
-    @abstractmethod
-    def _publisher_lives(self) -> bool:
-        """Whether the publisher still serves. Never blocks."""
 
     @abstractmethod
     def _release(self) -> None:
         """Let go of what the subclass holds. Called once."""
-
-    def _check(self, deadline: Deadline, what: str) -> None:
-        if self._memory is None:
-            raise PeerLost(f"{what}: the source of {self._publisher} is closed")
-        if self._aborted:
-            raise Aborted(f"{what} from {self._publisher} was aborted")
-        if not self._publisher_lives():
-            raise PeerLost(f"{what}: {self._publisher} went away")
-        deadline.remaining(f"{what} from {self._publisher}")
-
-    def _started(self) -> tuple[int, int]:
-        if self._stamp is None:
-            raise ProtocolError("a transfer was continued that was not begun")
-        return self._stamp
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`."""
         self._clear()
         self._check(deadline, "preparing")
         self._groups = ()
-        if layout_digest != self._layout_digest:
-            raise StaleSource(f"{self._publisher} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
+        self._check_layout(layout_digest)
         for tiles in groups:
             check_tiles(tiles, self._regions)
         self._groups = tuple(groups)
-
-    def require(self, version: int, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Reader.require`."""
-        self._aborted = False
-        self._check(deadline, f"looking for version {version}")
-        self._header.require(version)
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.begin`."""
@@ -115,10 +126,10 @@ class MappedReader(BlockingReader):
 
     def close(self) -> None:
         """See :meth:`weightsync.transports.base.Reader.close`."""
-        if self._memory is None:
+        if self._closed:
             return
-        self._memory = None
+        self._closed = True
         self._header.close()
-        del self._header
+        del self._header, self._memory
         self._groups = ()
         self._release()

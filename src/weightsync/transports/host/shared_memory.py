@@ -13,15 +13,14 @@ import sys
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, TransportUnavailable
+from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
-from weightsync.transports.host.memory import map_read_only, reopen_read_only
+from weightsync.transports.host.memory import map_read_only
 from weightsync.transports.host.region import HEADER_BYTES, PublishedRegion
-from weightsync.transports.host.unix_socket import connect_local, listen_local
+from weightsync.transports.host.unix_socket import LocalPublisher, open_local
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import HELLO_SECONDS
 
 _PREFIX = "weightsync-"
 _FACTS_BYTES = 512
@@ -34,31 +33,15 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_digest: str
 
 
-class SharedMemoryPublisher:
+class SharedMemoryPublisher(LocalPublisher):
     """Hands the region's descriptor to authenticated readers of the same user."""
 
     def __init__(self, region: PublishedRegion, key: bytes, local_host: Host) -> None:
-        if region.fd is None:
-            raise TransportUnavailable("shared memory needs Linux: this machine's memory cannot be handed to another process")
         self._region = region
-        self._listener, address = listen_local(_PREFIX, "shared-memory", key, self._serve)
-        self.offer = Offer(scheme=SharedMemory.name, address=address, host=local_host, traits=SharedMemory.traits)
+        super().__init__(SharedMemory, "shared memory", _PREFIX, lambda: region.fd, key, local_host)
 
-    def _serve(self, channel: Channel) -> None:
-        region_fd = self._region.fd
-        if region_fd is None:
-            return  # the region was closed before its publisher; the reader sees the connection end
-        facts = msgspec.msgpack.encode(_Facts(self._region.nbytes, self._region.layout_digest))
-        fd = reopen_read_only(region_fd)
-        try:
-            channel.send_descriptor(facts, fd, Deadline(HELLO_SECONDS))
-        finally:
-            os.close(fd)
-        channel.wait_for_end()
-
-    def close(self) -> None:
-        """See :class:`weightsync.transports.base.Publisher`."""
-        self._listener.close()
+    def _facts(self) -> bytes:
+        return msgspec.msgpack.encode(_Facts(self._region.nbytes, self._region.layout_digest))
 
 
 class SharedMemoryReader(MappedReader):
@@ -81,12 +64,7 @@ class SharedMemoryReader(MappedReader):
     @classmethod
     def connect(cls, offer: Offer, key: bytes, deadline: Deadline) -> SharedMemoryReader:
         """Connect to the publisher behind ``offer``. See :meth:`weightsync.transports.base.Transport.open`."""
-        channel = connect_local(_PREFIX, offer.address, key, "the source on this host", deadline)
-        try:
-            return cls(channel, deadline)
-        except BaseException:
-            channel.close()
-            raise
+        return open_local(_PREFIX, offer, key, deadline, cls)
 
     def _publisher_lives(self) -> bool:
         return self._channel.peer_lives()

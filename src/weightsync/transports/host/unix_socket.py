@@ -5,16 +5,24 @@ There is no file, so nothing to leave behind and no directory whose permissions 
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, TransportUnavailable
+from weightsync.protocol.messages import Host, Offer
+from weightsync.transports.base import Transport
+from weightsync.transports.host.memory import reopen_read_only
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.handshake import ID_BYTES, check_key, greet_publisher
+from weightsync.transports.net.handshake import HELLO_SECONDS, ID_BYTES, check_key, greet_publisher
 from weightsync.transports.net.listener import Listener, same_user
+
+T = TypeVar("T")
 
 
 def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], None]) -> tuple[Listener, str]:
@@ -57,3 +65,52 @@ def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: De
         greet_publisher(channel, key, bytes.fromhex(digits), deadline)
         owned.pop_all()
         return channel
+
+
+def open_local(prefix: str, offer: Offer, key: bytes, deadline: Deadline, make: Callable[[Channel, Deadline], T]) -> T:
+    """Return the reader that ``make`` makes of an authenticated channel to the publisher behind ``offer``."""
+    channel = connect_local(prefix, offer.address, key, "the source on this host", deadline)
+    try:
+        return make(channel, deadline)
+    except BaseException:
+        channel.close()
+        raise
+
+
+class LocalPublisher(ABC):
+    """Hands the descriptor of a region, opened for reading only, to authenticated readers of the same user.
+
+    ``descriptor`` returns ``None`` once the region is closed; ``what`` names the transport in messages.
+    """
+
+    def __init__(
+        self, kind: type[Transport], what: str, prefix: str, descriptor: Callable[[], int | None], key: bytes, local_host: Host
+    ) -> None:
+        if descriptor() is None:
+            raise TransportUnavailable(f"{what} needs Linux: this machine's memory cannot be handed to another process")
+        self._descriptor = descriptor
+        self._listener, address = listen_local(prefix, what.lower().replace(" ", "-"), key, self._serve)
+        self.offer = Offer(scheme=kind.name, address=address, host=local_host, traits=kind.traits)
+
+    @abstractmethod
+    def _facts(self) -> bytes:
+        """Return what goes with the descriptor."""
+
+    def _serve(self, channel: Channel) -> None:
+        region_fd = self._descriptor()
+        if region_fd is None:
+            return  # the region was closed before its publisher; the reader sees the connection end
+        fd = reopen_read_only(region_fd)
+        try:
+            channel.send_descriptor(self._facts(), fd, Deadline(HELLO_SECONDS))
+        finally:
+            os.close(fd)
+        self._stay(channel)
+
+    def _stay(self, channel: Channel) -> None:
+        """Keep the connection until either end closes it."""
+        channel.next_byte()
+
+    def close(self) -> None:
+        """See :class:`weightsync.transports.base.Publisher`."""
+        self._listener.close()

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from weightsync import forks
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError
+from weightsync.errors import Aborted, PeerLost, ProtocolError
 
 CONTROL, DATA, END = 1, 2, 3
 HEADER = struct.Struct("<4sB3xQqIII4xQ")
@@ -30,6 +30,7 @@ _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # several times a move, and 
 _LATE = 0.05
 _SOL_SOCKET, _WAIT_ALL = int(socket.SOL_SOCKET), int(socket.MSG_WAITALL)
 _IOV_MAX = 1024  # buffers that one system call takes
+T = TypeVar("T")
 
 
 class FrameHeader(NamedTuple):
@@ -106,27 +107,32 @@ class Channel:
             return Aborted(f"the transfer with {self.peer} was aborted")
         return PeerLost(f"{self.peer} went away" + (f": {error}" if error else ""))
 
+    def _call(self, option: int, deadline: Deadline, what: str, call: Callable[..., T], *arguments: object) -> T:
+        """Make a system call that may wait until the deadline; ``what`` and the peer name the wait."""
+        while True:
+            self.bound(option, deadline, what)
+            try:
+                return call(*arguments)
+            except BlockingIOError:
+                if self.aborted:
+                    raise self.lost() from None
+            except OSError as error:
+                raise self.lost(error) from error
+
     def receive_into(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
         """Fill the buffers, one after the other.
 
         Raises :class:`~weightsync.errors.PeerLost`, :class:`~weightsync.errors.DeadlineExceeded` or
         :class:`~weightsync.errors.Aborted`.
         """
+        option, what = socket.SO_RCVTIMEO, "receiving from"
         for start in range(0, len(buffers), _IOV_MAX):
             batch = list(buffers[start : start + _IOV_MAX])
             while batch:
-                self.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
-                try:
-                    if len(batch) == 1:
-                        count = self.socket.recv_into(batch[0], 0, _WAIT_ALL)
-                    else:
-                        count = self.socket.recvmsg_into(batch, 0, _WAIT_ALL)[0]
-                except BlockingIOError:
-                    if self.aborted:
-                        raise self.lost() from None
-                    continue
-                except OSError as error:
-                    raise self.lost(error) from error
+                if len(batch) == 1:
+                    count = self._call(option, deadline, what, self.socket.recv_into, batch[0], 0, _WAIT_ALL)
+                else:
+                    count = self._call(option, deadline, what, self.socket.recvmsg_into, batch, 0, _WAIT_ALL)[0]
                 if not count:
                     raise self.lost()
                 batch = _after(batch, count)
@@ -151,35 +157,16 @@ class Channel:
         for start in range(0, len(buffers), _IOV_MAX):
             batch = [memoryview(part) for part in buffers[start : start + _IOV_MAX]]
             while batch:
-                self.bound(socket.SO_SNDTIMEO, deadline, "sending to")
-                try:
-                    count = self.socket.sendmsg(batch, (), flags)
-                except BlockingIOError:
-                    if self.aborted:
-                        raise self.lost() from None
-                    continue
-                except OSError as error:
-                    raise self.lost(error) from error
+                count = self._call(socket.SO_SNDTIMEO, deadline, "sending to", self.socket.sendmsg, batch, (), flags)
                 batch = _after(batch, count)
 
     def send_descriptor(self, data: bytes, fd: int, deadline: Deadline) -> None:
         """Send a few bytes with a file descriptor (Unix sockets)."""
-        self.bound(socket.SO_SNDTIMEO, deadline, "sending to")
-        try:
-            socket.send_fds(self.socket, [data], [fd])
-        except OSError as error:
-            raise self.lost(error) from error
+        self._call(socket.SO_SNDTIMEO, deadline, "sending to", socket.send_fds, self.socket, [data], [fd])
 
     def receive_descriptor(self, most: int, deadline: Deadline) -> tuple[bytes, int]:
         """At most ``most`` bytes and the one file descriptor that came with them, which the caller then owns."""
-        self.bound(socket.SO_RCVTIMEO, deadline, "receiving from")
-        try:
-            data, fds, _, _ = socket.recv_fds(self.socket, most, 1)
-        except BlockingIOError:
-            deadline.remaining(f"receiving from {self.peer}")
-            raise DeadlineExceeded(f"receiving from {self.peer} took too long") from None
-        except OSError as error:
-            raise self.lost(error) from error
+        data, fds, _, _ = self._call(socket.SO_RCVTIMEO, deadline, "receiving from", socket.recv_fds, self.socket, most, 1)
         if not data:
             raise self.lost()
         if len(fds) != 1:
@@ -204,27 +191,18 @@ class Channel:
             PeerLost: The peer closed.
             Aborted: This end aborted.
         """
-        while True:
-            self.bound(socket.SO_RCVTIMEO, deadline, what)
-            try:
-                data = self.socket.recv(most, flags)
-            except BlockingIOError:
-                if self.aborted:
-                    raise self.lost() from None
-                continue
-            except OSError as error:
-                raise self.lost(error) from error
-            if not data:
-                raise self.lost()
-            return data
+        data = self._call(socket.SO_RCVTIMEO, deadline, what, self.socket.recv, most, flags)
+        if not data:
+            raise self.lost()
+        return data
 
-    def wait_for_end(self) -> None:
-        """Return when the peer closes the connection or says anything, or :meth:`abort` is called."""
+    def next_byte(self) -> bytes:
+        """Return the next byte that the peer sends, or nothing when either end closes the connection, which ends the wait."""
         self.unbound()
         try:
-            self.socket.recv(1)
+            return self.socket.recv(1)
         except OSError:
-            return
+            return b""
 
     def peer_lives(self) -> bool:
         """Whether the peer has not closed its end. Never blocks, and must only be asked when the peer has nothing to say."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource, fro
 from weightsync.protocol.messages import Memory
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.base import Completion
+from weightsync.transports.base import Completion, Deferred
 from weightsync.transports.cuda.driver import allocation_of, device_at
 from weightsync.transports.cuda.region import export_count
 from weightsync.transports.host.region import HEADER_BYTES, Header
@@ -81,7 +82,7 @@ class _ReadPlan:
     def unpack_frame(self, number: int | None, deadline: Deadline) -> None:
         """Copy a frame that arrived to its targets; ``None`` does nothing."""
         if number is not None and self.unpack is not None:
-            self.unpack.run(number, deadline)
+            self.unpack(number, deadline)
 
     def close(self, deadline: Deadline) -> None:
         """Release everything. Nothing is written to the targets after this.
@@ -95,17 +96,6 @@ class _ReadPlan:
         for token in self._tokens:
             self._agent.deregister(token)
         self._tokens.clear()
-
-
-class _NixlRead:
-    """A submitted group."""
-
-    def __init__(self, reader: NixlReader, group: int) -> None:
-        self._reader, self._group = reader, group
-
-    def wait(self, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Completion.wait`."""
-        self._reader.finish(self._group, deadline)
 
 
 class NixlReader(ConnectedReader):
@@ -385,13 +375,13 @@ class NixlReader(ConnectedReader):
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.start()
-        return _NixlRead(self, group)
+        return Deferred(partial(self._finish, group))
 
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         self.submit(group, deadline, digests).wait(deadline)
 
-    def finish(self, group: int, deadline: Deadline) -> None:
+    def _finish(self, group: int, deadline: Deadline) -> None:
         """Wait for what was posted for a group, and take its frames."""
         plan = self._running()
         channel = self._check(deadline, f"reading group {group}")

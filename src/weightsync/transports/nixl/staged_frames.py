@@ -6,8 +6,8 @@ Both ends compute the same frames from the same tiles. A frame's tiles begin at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -27,6 +27,9 @@ BUFFER_BYTES: dict[Memory, int] = {"host": 16 << 20, "cuda": 256 << 20}
 MOST_BUFFER_BYTES = 512 << 20
 """Most bytes of a staging buffer. A reader allocates what its publisher asks for, up to this."""
 _ALIGNMENT = 64
+
+Copies = Callable[[int, Deadline], object]
+"""Copies the frame of this number; returns when the bytes are there."""
 
 
 @dataclass(frozen=True)
@@ -108,43 +111,24 @@ def split(tiles: CopyTable, least: int) -> tuple[Int64, CopyTable]:
     return pieces, CopyTable.of_table(np.ascontiguousarray(tiles.table[~direct]))
 
 
-class Copies(Protocol):
-    """Copies of frames, one at a time."""
-
-    def run(self, frame: int, deadline: Deadline) -> None:
-        """Copy; returns when the bytes are there."""
-
-
-class _HostCopies:
-    def __init__(self, tables: list[CopyTable]) -> None:
-        self._tables = tables
-
-    def run(self, frame: int, deadline: Deadline) -> None:
-        copy_tiles(self._tables[frame], (0,))
-
-
-class _DeviceCopies:
-    def __init__(self, tables: list[CopyTable], device: int) -> None:
-        import torch
-
-        from weightsync.tensors.cuda.copies import TileCopy
-
-        self._device = torch.device("cuda", device)
-        self._copy = TileCopy([[(table, (0,))] for table in tables], self._device)
-
-    def run(self, frame: int, deadline: Deadline) -> None:
-        import torch
-
-        from weightsync.tensors.cuda.waiting import wait_for_device
-
-        with torch.cuda.device(self._device):
-            self._copy.launch(frame, frame + 1)
-            wait_for_device(self._device, deadline, f"packing on CUDA device {self._device.index}")
-
-
 def copies(tables: list[CopyTable], memory: Memory, device: int) -> Copies:
     """Return what runs ``tables``, whose addresses are of ``memory``."""
-    return _HostCopies(tables) if memory == "host" else _DeviceCopies(tables, device)
+    if memory == "host":
+        return lambda frame, deadline: copy_tiles(tables[frame], (0,))
+    import torch
+
+    from weightsync.tensors.cuda.copies import TileCopy
+    from weightsync.tensors.cuda.waiting import wait_for_device
+
+    where = torch.device("cuda", device)
+    copy = TileCopy([[(table, (0,))] for table in tables], where)
+
+    def run(frame: int, deadline: Deadline) -> None:
+        with torch.cuda.device(where):
+            copy.launch(frame, frame + 1)
+            wait_for_device(where, deadline, f"packing on CUDA device {device}")
+
+    return run
 
 
 class StagingBuffers:

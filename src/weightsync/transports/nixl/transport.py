@@ -128,7 +128,7 @@ class _FrameServer:
             tables = self._frames.copies(self._staging.addresses, regions)
             self._copies, self._packed_from = copies(tables, registration.memory, registration.device), registration
         with self._publisher.busy():
-            self._copies.run(frame, Deadline(_PACK_SECONDS))
+            self._copies(frame, Deadline(_PACK_SECONDS))
         return Ready()
 
 

@@ -52,22 +52,26 @@ class PublishRequests:
         if step is None:
             count = self.count = self.count + 1
         else:
-            step = _step_count(step)
+            plain = _integer(step, -1 << 63)
+            if plain is None:
+                raise ConfigurationError(f"a step is an integer of 64 bits, not {step!r}")
+            step = plain
             last, times = self._of_step
             self._of_step = step, times + 1 if step == last else 1
             count = self._of_step[1]
-        number = None if number is None else _version_number(number)
-        return Publish(number, 0, step, known_mode(mode) or self._mode, count=count)
+        version = None if number is None or isinstance(number, bool) else _integer(number, 0)
+        if version is None and number is not None:
+            raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
+        return Publish(version, 0, step, known_mode(mode) or self._mode, count=count)
 
 
-def _version_number(number: int) -> int:
+def _integer(value: int, least: int) -> int | None:
+    """Return ``value`` as a plain integer, or ``None`` if it is none from ``least`` to 2^63 - 1."""
     try:
-        plain = -1 if isinstance(number, bool) else operator.index(number)  # NumPy's and torch's integers, too
+        plain = operator.index(value)  # NumPy's and torch's integers, too
     except TypeError:
-        plain = -1
-    if not 0 <= plain < 1 << 63:
-        raise VersionError(f"a version is an integer from 0 to 2^63 - 1, not {number!r}")
-    return plain
+        return None
+    return plain if least <= plain < 1 << 63 else None
 
 
 def known_mode(mode: PauseMode | None) -> PauseMode | None:
@@ -75,13 +79,3 @@ def known_mode(mode: PauseMode | None) -> PauseMode | None:
     if mode is not None and mode not in get_args(PauseMode):
         raise ConfigurationError(f"pause_mode is one of {', '.join(get_args(PauseMode))}, not {mode!r}")
     return mode
-
-
-def _step_count(step: int) -> int:
-    try:
-        plain = operator.index(step)  # NumPy's and torch's integers, too
-    except TypeError:
-        plain = 1 << 63
-    if not -1 << 63 <= plain < 1 << 63:
-        raise ConfigurationError(f"a step is an integer of 64 bits, not {step!r}")
-    return plain

@@ -23,7 +23,7 @@ from weightsync.trainer.maxima_group import MaximaGroup
 _PLACING_SECONDS = 60.0
 
 
-class Placing:
+class Placing(Latch):
     """The placing of one call of ``publish()``: allowed, under way, done, or over without.
 
     ``call`` identifies the call, and ``number`` is the version number that it asked for, ``None`` for any: one ``above`` all that
@@ -31,20 +31,12 @@ class Placing:
     """
 
     def __init__(self, call: int, number: int | None, above: int) -> None:
+        super().__init__()
         self.call, self.asked, self.above = call, number, above
         self.number: int | None = None
         """The number under which the shards were placed; ``None`` before."""
         self.stop = np.zeros(1, np.int8)
         """``stop[0]`` ends a copy that runs."""
-        self._over = Latch()
-
-    def set(self) -> None:
-        """End the wait. Any thread."""
-        self._over.set()
-
-    def wait(self, timeout: float) -> bool:
-        """Return whether the wait was over within ``timeout`` seconds."""
-        return self._over.wait(timeout)
 
 
 class TrainerRole(PublishedShards):

@@ -19,12 +19,10 @@ _MOST_STRIDE = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceCopyTable:
-    """Device tiles, ``int64[4, tiles]`` as :mod:`weightsync.tensors.cuda.kernels` describes them. ``nbytes`` is what they move.
+class KernelTable:
+    """What a kernel works on, as :mod:`weightsync.tensors.cuda.kernels` describes it: a column for each item.
 
-    The tiles of a single publisher are ordered by target, the fastest order for both memories. With several publishers the order
-    is random but reproducible: every link is busy to the end, readers do not all read the same publisher at once, and tiles that
-    wait for a link mix with tiles that do not. Group ``i`` is the tiles from ``first[i]`` to ``first[i + 1]``.
+    The items of group ``i`` are those from ``first[i]`` to ``first[i + 1]``. ``nbytes`` is what all of them move or read.
     """
 
     columns: Int64
@@ -33,6 +31,15 @@ class DeviceCopyTable:
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
+
+
+class DeviceCopyTable(KernelTable):
+    """Device tiles, ``int64[4, tiles]``, by groups.
+
+    The tiles of a single publisher are ordered by target, the fastest order for both memories. With several publishers the order
+    is random but reproducible: every link is busy to the end, readers do not all read the same publisher at once, and tiles that
+    wait for a link mix with tiles that do not.
+    """
 
     @classmethod
     def build(cls, groups: Sequence[Sequence[tuple[CopyTable, Sequence[int]]]], *, tile_bytes: int = TILE_BYTES) -> DeviceCopyTable:

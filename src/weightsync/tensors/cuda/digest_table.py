@@ -12,6 +12,7 @@ from weightsync.errors import LayoutError
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.planning.geometry import spread
+from weightsync.tensors.cuda.device_copy_table import KernelTable
 
 BLOCK_BYTES = 4 * 4096
 """Bytes of a tensor's last dimension that share one factor R (4096 words)."""
@@ -61,20 +62,8 @@ class _Runs:
         return cls(extents, strides, steps)
 
 
-@dataclass(frozen=True, eq=False)
-class DigestTable:
-    """Work items of the digest kernel for one layout, in the order of its rows.
-
-    ``columns`` is ``int64[8, items]`` as :mod:`weightsync.tensors.cuda.kernels` describes it. The items of layout rows ``a <= row <
-    b`` are those from ``first[a]`` to ``first[b]`` (``int64[rows + 1]``). ``nbytes`` is the number of bytes that are read.
-    """
-
-    columns: Int64
-    first: Int64
-    nbytes: int
-
-    def __len__(self) -> int:
-        return int(self.columns.shape[1])
+class DigestTable(KernelTable):
+    """Work items of the digest kernel for one layout, ``int64[8, items]``, in the order of its rows, each of which is a group."""
 
     @classmethod
     def build(

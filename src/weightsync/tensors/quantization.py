@@ -318,7 +318,6 @@ class QuantizedShards:
             raise ConfigurationError("this rank holds other tensors or shards than when it was made: make a new weightsync.Trainer")
         for source, master in zip(self._sources, masters, strict=True):
             source.shard = master
-        self._tensors = [master.tensor for master in masters]
         self._placed.clear()
         return ordered(self.manifest, [*(shard for shard in shards if shard.name not in self._index), *self._derived])
 
@@ -499,7 +498,7 @@ class QuantizedShards:
 
     def _ready(self, targets: tuple[tuple[Shard, torch.Tensor], ...] | None) -> list[_ShardBatch]:
         """Batches that fill ``targets``, or with ``None`` those whose maxima are exchanged; as before if all is where it was."""
-        addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        addresses = [source.shard.tensor.data_ptr() for source in self._sources]
         known = self._placed.get(targets is None)
         if known is not None and known[0] is targets and known[1] == addresses:
             return known[2]

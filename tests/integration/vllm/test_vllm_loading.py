@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from weightsync.errors import LoadError
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's imports
@@ -65,3 +70,32 @@ def test_names_of_adapters_keep_what_vllm_stacks_itself() -> None:
     mapper = WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}, **stacked)
     assert renames(mapper)._map_name("model.layers.0.k_proj.lora_A.weight") == "language_model.model.layers.0.k_proj.lora_A.weight"
     assert renames(None) is None
+
+
+def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
+    """Releases before 0.32 know one scaling for all modules, and answered wrongly for an adapter with patterns."""
+    from weightsync.engines.vllm.loras import WorkerLoras
+    from weightsync.model.lora import AdapterSpec, LoraConfig
+
+    class Manager:
+        capacity = 1
+        lora_config = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32)
+        model = None
+
+        def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
+            for lora in lora_model.loras.values():
+                lora.optimize()  # as vLLM's
+
+    spec = AdapterSpec("a/b", LoraConfig(rank=8, alpha=12.0, scalings={"m.o_proj": 3.0}))
+    tensors = {
+        f"base_model.model.m.{name}.lora_{side}.weight": torch.ones(shape)
+        for name, rank in (("q_proj", 8), ("o_proj", 4))
+        for side, shape in (("A", (rank, 2)), ("B", (2, rank)))
+    }
+    workers = WorkerLoras(Manager(), 16, None)
+    workers.stage("a/b@1", spec, tensors)
+    staged = workers.take("a/b@1", 1).loras
+    assert torch.equal(staged["m.q_proj"].lora_b, torch.full((2, 8), 1.5))
+    assert torch.equal(staged["m.o_proj"].lora_b, torch.full((2, 4), 3.0))
+    assert [lora.scaling for lora in staged.values()] == [1, 1]
+    assert torch.equal(tensors["base_model.model.m.q_proj.lora_B.weight"], torch.ones(2, 8)), "what arrived is not changed"

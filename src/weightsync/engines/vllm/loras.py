@@ -25,14 +25,6 @@ from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, lora_modul
 _OWN = "_weightsync_loras"
 
 
-class _Scalings(PEFTHelper):  # type: ignore[misc]
-    """Ranks and scalings of an adapter's modules, as its publisher states them."""
-
-    def get_rank_and_scaling(self, module_name: str) -> tuple[int, float]:
-        rank, scaling = self.weightsync_modules[module_name]
-        return rank, scaling
-
-
 class WorkerLoras:
     """Versions of adapters in one worker, for any thread. ``manager`` is vLLM's; ``controls`` are rank 0's."""
 
@@ -51,7 +43,7 @@ class WorkerLoras:
         """See :meth:`EngineAdapter.check_lora`."""
         modules = lora_modules(manifest)
         try:
-            self._helper(spec, modules).validate_legal(self._config)
+            _helper(spec).validate_legal(self._config)
         except ValueError as error:
             raise ConfigurationError(f"vLLM does not serve {spec.name}: {error}") from None
         packed = {
@@ -70,20 +62,17 @@ class WorkerLoras:
 
     def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         """See :meth:`EngineAdapter.stage_lora`."""
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._models[label] = LoRAModel.from_lora_tensors(
-            1, copies, self._helper(spec, lora_modules(manifest_of_tensors(copies))), device="cpu", dtype=self._config.lora_dtype,
+        copies = copied(tensors, self._config.lora_dtype)
+        for module in lora_modules(manifest_of_tensors(tensors)):
+            copies[module.b.name].mul_(spec.config.scaling(module.name))
+        model = LoRAModel.from_lora_tensors(
+            1, copies, _helper(spec), device="cpu", dtype=self._config.lora_dtype,
             model_vocab_size=self._vocabulary, weights_mapper=self._mapper,
             skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
         )  # fmt: skip
-
-    def _helper(self, spec: AdapterSpec, modules: Collection[LoraModule]) -> PEFTHelper:
-        config = spec.config
-        helper = _Scalings(
-            r=config.rank, lora_alpha=config.alpha, target_modules=[], use_rslora=config.rslora, use_dora=config.dora
-        )
-        helper.weightsync_modules = {module.name: (module.rank, config.scaling(module.name)) for module in modules}
-        return helper
+        # As vLLM does on its own thread when it takes an adapter. Steps would wait for it; the second time it finds nothing to do.
+        self._manager._create_merged_loras_inplace(model)
+        self._models[label] = model
 
     def take(self, label: str, number: int) -> LoRAModel:
         """Return what vLLM registers under its id ``number``. On the worker's thread."""
@@ -116,6 +105,28 @@ class WorkerLoras:
     def labels(self) -> Collection[str]:
         """Versions that are held."""
         return list(self._models)
+
+
+def _helper(spec: AdapterSpec) -> PEFTHelper:
+    """What vLLM knows of an adapter: a scaling of 1. B is scaled already, since releases before 0.32 know no scaling per module."""
+    rank = spec.config.rank
+    return PEFTHelper(r=rank, lora_alpha=rank, target_modules=[], use_dora=spec.config.dora)
+
+
+def copied(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return copies in ``dtype``, in two pieces of memory that are pinned if there is a GPU: vLLM pins what is not, one by one.
+
+    Matrices of experts, which vLLM stacks, do not share a piece with others: it is freed then.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    for experts in (False, True):
+        chosen = {name: tensor for name, tensor in tensors.items() if (".experts." in name) == experts}
+        flat = torch.empty(sum(tensor.numel() for tensor in chosen.values()), dtype=dtype, pin_memory=torch.cuda.is_available())
+        start = 0
+        for name, tensor in chosen.items():
+            copies[name] = flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+            start += tensor.numel()
+    return copies
 
 
 def renames(mapper: Any) -> Any:  # noqa: ANN401 - vLLM's

@@ -230,7 +230,8 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
         with BackgroundServer(ServerSettings.load({}, port=0)) as coordinator, serving(folder, flags, rank, coordinator) as served:
             at: dict[str, Any] = {"coordinator": coordinator.url, "token": coordinator.token}
             with weightsync.Adapters(state, None, alpha=rank, **at) as adapters:
-                number, taken, own, alike = 0, list[float](), list[float](), list[bool]()
+                number, taken, own = 0, list[float](), list[float]()
+                alike, twice, differ = list[bool](), list[bool](), list[bool]()
 
                 def publish() -> weightsync.RoundResult:
                     nonlocal number
@@ -249,14 +250,20 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
                     began = time.perf_counter()
                     served.load(f"own{seed}", saved)
                     own.append(time.perf_counter() - began)
-                    alike.append(served.answers(f"own{seed}") == published != served.answers("base"))
+                    loaded = served.answers(f"own{seed}")
+                    served.load(f"twice{seed}", saved)
+                    twice.append(served.answers(f"twice{seed}") == loaded)  # sums on a GPU may be taken in another order
+                    alike.append(published == loaded)
+                    differ.append(published != served.answers("base"))
                     served.unload(f"own{seed}")
+                    served.unload(f"twice{seed}")
                     print(f"version {number}: published in {taken[-1]:.3f} s, loaded by vLLM in {own[-1]:.3f} s", flush=True)
                 (replica,) = result.replicas
                 seen |= {
                     "first_ms": milliseconds(taken[:1])[0], "publish_ms": milliseconds(taken[1:]),
                     "own_load_ms": milliseconds(own[1:]),
-                    "answers_as_loaded": alike, "verified": replica.verified, "paused_seconds": replica.paused_seconds,
+                    "answers_as_loaded": alike, "loaded_twice_answers_alike": twice, "answers_differ_from_base": differ,
+                    "verified": replica.verified, "paused_seconds": replica.paused_seconds,
                     "phases_ms": {name: round(1000 * value, 1) for name, value in result.phases.items() | replica.phases.items()},
                     "transports": list(replica.transports),
                 }  # fmt: skip

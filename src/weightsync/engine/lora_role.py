@@ -200,6 +200,8 @@ class LoraRole(SessionFront):
 
     def _drop(self, body: DropLora, deadline: Deadline) -> None:
         failpoints.reached("engine.lora.drop")
+        if self._prepared is not None and self._prepared[0].name == body.name and self._prepared[1] in body.numbers:
+            self._prepared = None  # its round failed before this rank staged: nothing is about to be read
         with self._visible:
             for label in (adapter_label(body.name, number) for number in body.numbers):
                 if self._staged is not None and self._staged[0] == label:

@@ -19,11 +19,12 @@ from torch import nn
 from weightsync.config import ServerSettings, control_settings
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import LayoutError, RoundFailed
+from weightsync.errors import Aborted, LayoutError, RoundFailed, WeightSyncError
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.adapters import Adapters
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import TrainerRole
 
 
 class Served(nn.Module):
@@ -125,6 +126,9 @@ def test_memory_of_adapters_is_let_go_with_their_publisher_and_with_the_trainer(
     def regions() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:weightsync")
 
+    def interrupted(role: TrainerRole, placing: object, body: object, deadline: object) -> None:
+        raise Aborted("interrupted")
+
     def wait_for(expected: int) -> None:
         deadline = time.monotonic() + 10
         while regions() > expected and time.monotonic() < deadline:
@@ -145,6 +149,12 @@ def test_memory_of_adapters_is_let_go_with_their_publisher_and_with_the_trainer(
                 with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
                     adapters.publish("org/tenant", timeout=20)
                 wait_for(base)
+                with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
+                    adapters.publish("org/tenant", timeout=20)
+                    with monkeypatch.context() as patched, pytest.raises(WeightSyncError, match="interrupted"):
+                        patched.setattr(TrainerRole, "_place_armed", interrupted)
+                        adapters.publish("org/tenant", timeout=20)
+                wait_for(base)  # engines had prepared for the version that failed
                 with Adapters(pair, trainer, alpha=8, transports=["shared_memory"]) as adapters:
                     adapters.publish("org/tenant", timeout=20)
             wait_for(before)

@@ -30,7 +30,7 @@ from examples.demo.traffic import Traffic, replica_names
 from examples.demo.view import View, label, rounds_table
 from examples.demo.vllm_prompts import with_examples
 from weightsync.config import Address, ClientSettings, Secret, read_token, worker_environment
-from weightsync.coordinator.events import Event, ReplicaEnded, RoundEnded, RoundStarted
+from weightsync.coordinator.events import Event, Joined, ReplicaEnded, RoundEnded, RoundStarted
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, WeightSyncError
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.protocol.tokens import generate, login_url
@@ -111,6 +111,8 @@ class _Demo:
             case RoundStarted():
                 self._round = event.round
                 self._in_round.set()
+            case Joined():
+                self._served.set()
             case ReplicaEnded():
                 self._note_replica(event.result)
             case RoundEnded():
@@ -140,10 +142,17 @@ class _Demo:
         if result.state == "loaded":
             self._note_serving(result.name, result.digest)
 
+    async def _note_status(self) -> None:
+        """Note what replicas serve without an event: one that a new coordinator finds at its version needs no round."""
+        for replica in (await status(self._client)).replicas:
+            if replica.state == "loaded":
+                self._note_serving(replica.name, replica.digest)
+
     def _note_serving(self, name: str, digest: str | None) -> None:
+        if self._serving.get(name) != digest:
+            self._served.set()
         self._serving[name] = digest
         self.record.served_digests.add((name, digest))
-        self._served.set()
         if self._traffic is not None:
             self._traffic.seeded(name)
 
@@ -344,13 +353,12 @@ class _Demo:
             self.family.children[holder].say()
             await self._start_coordinator()
             await self._following.wait()
-            for replica in (await status(self._client)).replicas:
-                if replica.state == "loaded":
-                    self._note_serving(replica.name, replica.digest)
+            await self._note_status()
         result = await self._results.get() or await self._next_result()
         while any(self._serving.get(replica) != result.version.digest for replica in self.replicas):
-            self._served.clear()
             await self._served.wait()
+            self._served.clear()
+            await self._note_status()
         kill.seconds = time.perf_counter() - started
         kill.back_at = label(result.version.order)
         self.view.say(f"{name} is back after {kill.seconds:.1f} s: all {len(self.replicas)} replicas serve version {kill.back_at}")

@@ -48,7 +48,7 @@ class InStep:
             self._answers(deadline, 0.0)
             self._gave_up = False
         try:
-            self._all(True, deadline, 0.0)
+            self._all(True, deadline, 0.0, met=True)
         except BaseException as error:
             if self._asked and not isinstance(error, PeerLost):
                 self._asked.append(self._ask(False, deadline, _VOTE_SECONDS))
@@ -62,16 +62,20 @@ class InStep:
         self.voting = False
         return agreed
 
-    def _all(self, flag: bool, deadline: Deadline, least: float) -> bool:
+    def _all(self, flag: bool, deadline: Deadline, least: float, *, met: bool = False) -> bool:
         if not self._asked:
             self._asked.append(self._ask(flag, deadline, least))
-        return self._answers(deadline, least)
+        return self._answers(deadline, least, met=met)
 
-    def _answers(self, deadline: Deadline, least: float) -> bool:
-        """Wait for the others' answers to all questions, and return whether all answered yes to the last one."""
+    def _answers(self, deadline: Deadline, least: float, *, met: bool = False) -> bool:
+        """Wait for the others' answers to all questions, and return whether all answered yes to the last one.
+
+        If all have ``met``, this rank owes its vote from before it forgets the question: a signal handler may raise in between.
+        """
         agreed = False
         while self._asked:
             agreed = self._answer(self._asked[0], deadline, least)
+            self.voting = self.voting or met
             self._asked.popleft()
         return agreed
 

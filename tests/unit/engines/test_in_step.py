@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -61,3 +63,27 @@ def test_a_vote_is_waited_for_after_the_deadline(monkeypatch: pytest.MonkeyPatch
     assert not together.voting
     with pytest.raises(DeadlineExceeded):
         together.meet(deadline)
+
+
+def test_a_rank_that_is_interrupted_when_all_have_met_owes_its_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It met the others again, in a question that they took for its vote, and they entered alone."""
+
+    class Answered:
+        def wait(self, limit: timedelta) -> bool:
+            return True
+
+    class Interrupted(deque[Any]):
+        def popleft(self) -> Any:
+            monkeypatch.setattr(Interrupted, "popleft", deque.popleft)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Answered())
+    together, deadline = InStep([0, 1]), Deadline(30.0)
+    together._asked = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        together.meet(deadline)
+    assert together.voting
+    assert not together.vote(True, deadline), "it votes against: it did not say that it is free"
+    together.meet(deadline)
+    assert together.vote(True, deadline)

@@ -65,6 +65,18 @@ def main(rank: int, store: str) -> None:
     role.arm(2, 7)
     assert isinstance(role.handle(Place(7, call=2, order=8), SECONDS), Placed)
     outcomes[8] = "Placed"
+    if rank == 0:  # a restarted coordinator asks it again for what it has placed, and the other rank for the next version
+        assert isinstance(role.handle(Place(7, call=2, order=9), SECONDS), Placed)
+    else:
+        role.arm(3, 8)
+        try:
+            role.handle(Place(8, call=3, order=9), SECONDS)
+        except Aborted:
+            outcomes[9] = "Aborted"
+    role.disarm()
+    role.arm(4, 8)
+    assert isinstance(role.handle(Place(8, call=4, order=10), SECONDS), Placed)
+    outcomes[10] = "Placed"
     role.close()
     print(json.dumps(outcomes), flush=True)
     dist.destroy_process_group()

@@ -140,7 +140,7 @@ class EngineRole(SessionFront):
         """See :meth:`SessionFront.receive`. What is about LoRA adapters runs beside rounds."""
         if isinstance(body, EndCall):
             return replace(super().receive(body, update), beside=True)
-        if isinstance(body, PrepareLora | StageLora | RegisterLora | DropLora):
+        if isinstance(body, PrepareLora | StageLora | RegisterLora | DropLora) or (isinstance(body, LetGo) and body.adapters):
             return self.loras.receive(body, update)
         return super().receive(body, update)
 
@@ -242,11 +242,10 @@ class EngineRole(SessionFront):
         if filler is not None:
             filler.close()
 
-    def _free(self, news: LetGo, deadline: Deadline) -> None:
-        if not news.adapters:
-            self._drop_filler()
-            self._staged = None
-        self.loras.let_go(deadline)
+    def _free(self, _: LetGo, deadline: Deadline) -> None:
+        self._drop_filler()
+        self._staged = None
+        self.loras.answer(LetGo(adapters=True), deadline.left)
 
     def _plan_filler(self, what: str) -> PlanFiller:
         if not isinstance(self._filler, PlanFiller):

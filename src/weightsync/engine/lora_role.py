@@ -23,7 +23,7 @@ from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, Proto
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
-from weightsync.protocol.messages import Body, Moved, Prepared
+from weightsync.protocol.messages import Body, LetGo, Moved, Prepared
 from weightsync.protocol.worker import IncomingCall
 from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
@@ -80,6 +80,7 @@ class LoraRole(SessionFront):
         self._context = replace(context, engine=self.session, progress=lambda nbytes: None)
         self._handlers = {
             PrepareLora: self._prepare, StageLora: self._stage, RegisterLora: self._register, DropLora: self._drop,
+            LetGo: self._let_go,
         }  # fmt: skip
         self._staging: _LoraStaging | None = None
         self._prepared: tuple[AdapterSpec, int] | None = None
@@ -230,11 +231,10 @@ class LoraRole(SessionFront):
         """Abort what runs and free the staging memory. The engine keeps the versions that it serves."""
         self.session.close(timeout, self._release)
 
-    def let_go(self, deadline: Deadline) -> None:
+    def _let_go(self, body: LetGo, deadline: Deadline) -> None:
         """Disconnect from the memory of the last version, unless another one is about to be read."""
-        with self.session.turn(self.session.receive("LetGo"), deadline):
-            if self._prepared is None:
-                self._release()
+        if self._prepared is None:
+            self._release()
 
     def _release(self) -> None:
         staging, self._staging = self._staging, None

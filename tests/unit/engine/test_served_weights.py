@@ -21,7 +21,7 @@ from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, PlanMismatch, ProtocolError, StaleSource
 from weightsync.model import Version, fold
-from weightsync.protocol.messages import CheckSources, Pause, Place, Placed, Prepare, Quarantine
+from weightsync.protocol.messages import CheckSources, LetGo, Pause, Place, Placed, Prepare, Quarantine
 from weightsync.transports.base import LOOPBACK, Reader
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import transport
@@ -201,3 +201,9 @@ def test_an_engine_that_may_be_asleep_while_it_serves_is_no_source() -> None:
         with pytest.raises(ConfigurationError, match=r"may be asleep while it serves.*sleeps = False"):
             Serving(Sleeping(torch.nn.Linear(6, 4, bias=False)), owned)
         Serving(Awake(torch.nn.Linear(6, 4, bias=False)), owned)
+
+
+def test_a_publisher_of_adapters_that_ended_holds_up_no_round(stage: Serving) -> None:
+    """Where LetGo waited for another publisher's version to be staged, the round's next call waited behind it."""
+    assert stage.engine.receive(LetGo(adapters=True)).beside
+    assert not stage.engine.receive(LetGo()).beside

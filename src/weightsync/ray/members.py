@@ -31,9 +31,13 @@ def join(worker: Any, access: Access, place: RankPlace, source: Callable[[Any], 
         if before is not None:  # it belongs to another coordinator, whose manager is gone
             del _joined[key]
             before[1].close()
-        at: dict[str, Any] = {"token": access.token, "rank": place.rank, "world_size": place.world_size, **options}
+        at: dict[str, Any] = {"token": access.token, "rank": place.rank, "world_size": place.world_size}
         made = source(worker)
-        agent = Trainer(made, access.url, **at) if place.replica is None else Engine(made, place.replica, access.url, **at)
+        agent = (
+            Trainer(made, access.url, **at, **options)
+            if place.replica is None
+            else Engine(made, place.replica, access.url, **at, **options)
+        )
         _joined[key] = (access, agent)
 
 

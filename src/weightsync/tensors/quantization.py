@@ -466,7 +466,7 @@ class QuantizedShards:
                     for place, part in zip(batch.places, torch.split(maxima, sizes), strict=True):
                         self._kept[place] = part
                 if batch.matrix.format.uses_whole:
-                    self._kept[batch.kept] = batch.wholes(maxima)[batch.shared]
+                    self._kept[batch.kept.to(device)] = batch.wholes(maxima)[batch.shared].to(device)
             self._positions, self._used = self._positions.to(device), self._used.to(device)
             mine = self._kept[self._positions]
             mine = torch.where(mine.isfinite(), mine, torch.inf)

@@ -353,6 +353,7 @@ class _Demo:
             self.family.children[holder].say()
             await self._start_coordinator()
             await self._following.wait()
+            self._serving.clear()  # only what this coordinator says counts: a replica may not have connected to it yet
             await self._note_status()
         result = await self._results.get() or await self._next_result()
         while any(self._serving.get(replica) != result.version.digest for replica in self.replicas):

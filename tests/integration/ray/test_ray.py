@@ -51,7 +51,7 @@ SMALL = 32 << 10
 """Bytes of the largest thing that Ray may carry for us; the model has 8 MiB."""
 
 pytestmark = [
-    pytest.mark.timeout(480),  # the cluster and its actors start in the first one
+    pytest.mark.timeout(600),  # the cluster and its actors start in the first one
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning:subprocess"),  # Ray leaves its services' handles to the collector
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
@@ -147,7 +147,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(cluster: Path) -> World:
     made = World(cluster)
-    ray.get([one.pid.remote() for one in made.actors], timeout=150)
+    ray.get([one.pid.remote() for one in made.actors], timeout=RESTART)
     return made
 
 

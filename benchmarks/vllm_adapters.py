@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +164,10 @@ def serving(folder: str, flags: Sequence[str], rank: int, coordinator: Backgroun
                     tick.wait(0.2)
             url = f"http://127.0.0.1:{port}"
             while time.monotonic() < until:
-                try:
+                with suppress(httpx.HTTPError):
                     if httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK:
                         break
-                except httpx.HTTPError:
-                    tick.wait(0.2)
+                tick.wait(0.2)
             yield Served(url)
         finally:
             process.terminate()

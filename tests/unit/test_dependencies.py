@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.message import Message
 from importlib.metadata import PathDistribution
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from tools import audit, lock
+
+import weightsync
 
 
 def test_everything_that_is_needed_is_pinned() -> None:
@@ -127,3 +130,8 @@ def test_an_advisory_service_that_is_not_there_is_said_and_not_taken_for_a_good_
     listed, said = audit.vulnerabilities()
     assert listed == found
     assert words in said
+
+
+def test_the_package_says_the_version_that_it_is_installed_as() -> None:
+    project = tomllib.loads((audit.ROOT / "pyproject.toml").read_text())["project"]
+    assert weightsync.__version__ == project["version"]

@@ -129,7 +129,7 @@ class PreparingAhead:
         self.publisher_left(LetGo())
 
     def publisher_left(self, news: LetGo) -> None:
-        """Unless it comes back soon, let all engine ranks hear ``news``, that it is gone."""
+        """Let all engine ranks hear ``news`` after the grace. Those that are prepared for a trainer that came back do not."""
         self._left.add(news)
         if not self._letting_go:
             self._letting_go = True

@@ -131,7 +131,7 @@ class Service:
             self._revoke, self._events, self._openapi, self._exposed,
         )  # fmt: skip
         routes = [
-            *map(_route, OPERATIONS, endpoints),
+            *(_route(operation, endpoint) for operation, endpoint in zip(OPERATIONS, endpoints, strict=True)),
             WebSocketRoute(AGENTS_PATH, self._agents.endpoint),
             *(route for mount in mounts for route in mount.routes),
         ]

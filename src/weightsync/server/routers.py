@@ -35,7 +35,7 @@ Routes = Mapping[str, tuple[str, Version | None]]
 
 
 class _Router(ABC):
-    """A router, or what passes the news on to one: an HTTP server that is told something."""
+    """A router, or what passes the news on to one: an HTTP server that takes requests of ours."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, run: str) -> None:
         self._client, self._url, self._run = client, url, run

@@ -123,11 +123,11 @@ class TrainerRole(PublishedShards):
 
     def _place(self, body: Place, deadline: Deadline) -> Placed:
         with self._busy:
-            takes_maxima = self._ranks is not None and self.quantized is not None and self.quantized.exchanged
+            group = self._ranks if self.quantized is not None and self.quantized.exchanged else None
             if self._last is not None and (self._last[0], self.region.version) == (body.call, body.number):
-                if self._ranks is not None and takes_maxima:  # a rank that failed before may ask for them again
-                    self._ranks.order = body.order
-                    self._ranks.give_up()
+                if group is not None:  # a rank that failed before may take maxima again
+                    group.order = body.order
+                    group.give_up()
                 return self._last[1]  # asked again, by a coordinator that restarted
             self._running = running = Latch()  # before the look at what is armed: disarm() looks in the other order
             turns = 0
@@ -136,8 +136,8 @@ class TrainerRole(PublishedShards):
             try:
                 return self._place_armed(self._armed, body, deadline)
             except BaseException:
-                if self._ranks is not None and takes_maxima and self._ranks.turns == turns:
-                    self._ranks.give_up()
+                if group is not None and group.turns == turns:
+                    group.give_up()
                 raise
             finally:
                 running.set()

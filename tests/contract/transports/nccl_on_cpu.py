@@ -11,7 +11,6 @@ import ctypes
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast import nccl, packed_broadcast
 from weightsync.transports.broadcast import process_groups as groups
 from weightsync.transports.broadcast.nccl import Nccl
-from weightsync.transports.broadcast.process_groups import ProcessGroup
 
 __all__ = ["NcclOnCpu"]
 
@@ -60,8 +57,8 @@ class CopyHere:
 class Sockets:
     """Meets when it is first used, and ends at once when aborted: what NCCL's process group does."""
 
-    def __init__(self, rank: int, size: int, name: str, store: Any) -> None:
-        self._rank, self._size, self._name, self._store = rank, size, name, store
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self._rank, self._size, self._store = rank, size, store
         self._meeting = socket.socket()
         self._ways: list[socket.socket] = []
         self._aborted = False
@@ -72,11 +69,11 @@ class Sockets:
         if self._rank == 0:
             meeting.bind(("127.0.0.1", 0))
             meeting.listen()
-            self._store.set(self._name, str(meeting.getsockname()[1]))
+            self._store.set("at", str(meeting.getsockname()[1]))
             while len(self._ways) < self._size - 1:
                 self._ways.append(meeting.accept()[0])
         else:
-            meeting.connect(("127.0.0.1", int(self._store.get(self._name))))
+            meeting.connect(("127.0.0.1", int(self._store.get("at"))))
             self._ways.append(meeting)
         if self._aborted:
             self.abort()
@@ -115,18 +112,9 @@ class Sockets:
             one.close()
 
 
-def _join(
-    backend: str, rank: int, size: int, name: str, deadline: Deadline, *, address: str = "", port: int = 0,
-    rendezvous: Any = None, interface: str = "", device: torch.device | None = None, priority: bool = False, joining: Any = None,
-) -> ProcessGroup:  # fmt: skip
-    assert (backend, device, priority) == ("nccl", _CPU, True)
-    stores: Any = dist
-    timeout = timedelta(seconds=deadline.remaining("joining"))
-    try:
-        store = rendezvous.client if rendezvous else stores.TCPStore(address, port, size, is_master=False, timeout=timeout)
-    except RuntimeError as error:  # as where it is the real one
-        raise PeerLost(f"joining group {name!r} failed: {error}") from None
-    return ProcessGroup(name, "nccl", rank, size, Sockets(rank, size, name, store), rendezvous)
+def _over_sockets(store: Any, rank: int, size: int, device: torch.device, priority: bool) -> Sockets:
+    assert (device, priority) == (_CPU, True)
+    return Sockets(rank, size, store)
 
 
 class _Stream:
@@ -164,17 +152,17 @@ _cuda = SimpleNamespace(
     device=_nothing,
     synchronize=lambda _: None,
     current_device=lambda: 0,
-    is_available=lambda: False,
+    is_available=lambda: True,
     mem_get_info=lambda _: (1 << 30, 1 << 30),
 )
 _torch = SimpleNamespace(**{**torch.__dict__, "cuda": _cuda, "device": lambda *_: _CPU})
+_dist = SimpleNamespace(**{**dist.__dict__, "is_nccl_available": lambda: True})
 
 _HERE: dict[Any, dict[str, object]] = {
-    groups: {"wait_for_device": lambda *_: None},
+    groups: {"dist": _dist, "wait_for_device": lambda *_: None, "_nccl": _over_sockets},
     packed_broadcast: {"TileCopy": CopyHere},
     nccl: {
         "Pinned": _Pinned,
-        "init_custom_process_group": _join,
         "_name_of_gpu": lambda _: secrets.token_hex(8),  # never the same GPU
         "wait_until_idle": lambda *_: None,
     },

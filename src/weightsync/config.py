@@ -176,6 +176,8 @@ class RoundSettings(_Checked, frozen=True, kw_only=True):
     drain: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
     """Seconds from the moment at which a replica gets no more requests to its pause, and the most that routers delay a round after
     it."""
+    audit_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
+    """See :class:`ServerSettings`."""
     retry: bool = True
     """Whether replicas that a publication left out of service get one more attempt at once, in the background."""
     history: Count = 32
@@ -225,6 +227,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fan_out: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Replicas that read from one source at a time. The others wait, and read from replicas that were updated before them and serve
     their weights (``WEIGHTSYNC_SERVE_WEIGHTS``). By default all read from the trainer at once."""
+    audit_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
+    """The part of the time, at most, for which a replica that serves reads its weights again, and compares them with what it
+    installed, every 10 seconds or less often. A difference takes it out of service. 0 turns this off."""
     round_deadline: Seconds = 600.0
     """Seconds that a round may take from its start to its result."""
     heartbeat: Seconds = 10.0
@@ -351,6 +356,7 @@ def control_settings(settings: ServerSettings) -> RoundSettings:
         run=run, pause_mode=settings.pause_mode, require=settings.require, max_unavailable=settings.max_unavailable,
         drain=float(bool(settings.routers)) if settings.drain_seconds is None else settings.drain_seconds,
         fan_out=settings.fan_out, timeout=settings.round_deadline, traces=settings.traces, plan_bytes=settings.limits.plan_bytes,
+        audit_share=settings.audit_share,
     )  # fmt: skip
 
 

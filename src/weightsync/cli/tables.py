@@ -16,7 +16,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.coordinator.events import Event, Joined, Left, ReplicaBytes, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.events import (
+    Audited,
+    Event,
+    Joined,
+    Left,
+    ReplicaBytes,
+    ReplicaEnded,
+    ReplicaPhase,
+    RoundEnded,
+    RoundStarted,
+)
 from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH, in_words, milliseconds
@@ -374,6 +384,9 @@ def _event_line(event: Event) -> str:
             how = f" ({result.verified})" if result.verified else ""
             end = f": {result.error}" if result.error else f", version {_number(result.version, result.epoch)}{how}"
             return f"round {event.round}: {result.name}: {in_words(result.state)}{end}"
+        case Audited():
+            found = f": {event.error}" if event.error else ""
+            return f"{event.replica}: its weights were read again in {event.seconds:.3f} s{found}"
         case RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"

@@ -31,6 +31,7 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator.agreement import PreparingAhead
 from weightsync.coordinator.alerts import alerts_of
 from weightsync.coordinator.attendance import Attendance
+from weightsync.coordinator.audits import Audits
 from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.coordinator.keyed_digests import KeyedDigester
@@ -99,6 +100,7 @@ class Coordinator:
         self.past = PastRounds(settings.history, settings.traces)
         self._planner = Planner(settings.plan_bytes)
         self._keyed = KeyedDigester(self._members, self._planner)
+        self._audits = Audits(settings, self._exclude_and_seed, self._feed.emit, self._spawn)
         self._preparing = PreparingAhead(self._members, self._planner, settings, self._lock, self._spawn)
         self.loras = Loras(settings, self._members, self._keyed, (self._lock, self._serialize), self._spawn)
         self._closed, self._started = False, time.time()
@@ -239,6 +241,7 @@ class Coordinator:
         published = self._publications.published.get(order)
         for replica, why in validate(self._members.replicas.values(), self.settings.run, order, published):
             self._exclude(replica, why)
+        self._audits.start(self._members.replicas.values())
 
     def _exclude(self, replica: Replica, why: str) -> None:
         """Mark the replica dirty and quarantine it, because it may be generating."""
@@ -365,6 +368,7 @@ class Coordinator:
             step=asked.step,
             calls=asked.calls,
         )
+        self._audits.stop(replicas)
         self._planner.keep_only({replica.name for replica in self._members.replicas.values() if replica.links})
         tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
         try:
@@ -381,6 +385,8 @@ class Coordinator:
                 self.past.failure = (this, why, time.time())
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
+        finally:
+            self._audits.start(replicas)
         self.past.keep_trace(tracer, result.error)
         if tracer is not None:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}

@@ -76,7 +76,15 @@ class RoundEnded(_Event, frozen=True):
     """Seconds that it waited for earlier rounds."""
 
 
-Event = Joined | Left | RoundStarted | ReplicaPhase | ReplicaBytes | ReplicaEnded | RoundEnded
+class Audited(_Event, frozen=True):
+    """All ranks of a replica that serves read their parameters again, or one found in them what was not installed: ``error``."""
+
+    replica: str
+    seconds: float
+    error: str | None = None
+
+
+Event = Joined | Left | RoundStarted | ReplicaPhase | ReplicaBytes | ReplicaEnded | RoundEnded | Audited
 Watcher = Callable[[Event], None]
 
 _BACKLOG = 1024

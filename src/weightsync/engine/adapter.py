@@ -85,7 +85,8 @@ class EngineAdapter:
         """Where this rank's parameters live, if they are plain copies of checkpoint elements; ``None``: stream to ``load``.
 
         Called at any time, also while the engine generates: look, and change nothing. Called again in the pause, before the first
-        byte is written, because parameters may have moved while the pause waited for a generation step.
+        byte is written, because parameters may have moved while the pause waited for a generation step. Their bytes are updates'
+        alone to change: they are read again while the engine serves, and a difference takes the replica out of service.
         """
         return None
 

@@ -23,12 +23,13 @@ from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, State
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, few
 from weightsync.gc_pause import gc_paused
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Coverage
 from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import (
+    Audit,
     Body,
     CheckSources,
     Commit,
@@ -64,6 +65,8 @@ from weightsync.tensors.overlaps import check_writable
 from weightsync.tensors.shards import Shard, Views
 from weightsync.transports.base import Network, Transport
 from weightsync.transports.registry import transports_for
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +113,13 @@ class EngineRole(SessionFront):
         """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
         self._installed: tuple[Version, str, Filled] | None = None
         """What this rank serves, as it installed it: the base of changes."""
+        self._auditing = False
+        """Whether parameters are looked at, and nothing is read from a source."""
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
             Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
-            Revert: self._revert, Update: self._update, LetGo: self._free,
+            Revert: self._revert, Update: self._update, LetGo: self._free, Audit: self._audit,
         }  # fmt: skip
         self._at_once[EndCall] = lambda body, ticket, deadline: self.session.call_ended(body.call, body.reason, body.refuse)
         self.transports = transports_for(transports, encrypted)
@@ -312,27 +317,55 @@ class EngineRole(SessionFront):
 
     def _stage(self, body: Stage, deadline: Deadline) -> Staged:
         """Read what changed while the engine serves. A rank that cannot raises, and all bytes are moved."""
-        filler, installed = self._plan_filler("a delta"), self._installed
         self._staged = None
-        if not isinstance(filler, DirectFiller) or filler.changes is None or self.session.sleeps:
-            raise ConfigurationError("only parameters that stay where they are, and that are written directly, take changes")
-        if installed is None or self.session.served_version != body.base or installed[:2] != (body.base, filler.layout.digest):
-            raise StaleSource(f"it is not known what {self.session.member} has installed of version {body.base}")
-        shards = self.session.shards("follow")
-        if shards is None or not self._unmoved(shards, self._held):
-            raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {body.base}")
+        filler, installed, shards = self._served_now(body.base)
+        if filler.changes is None:
+            raise ConfigurationError("parameters that share memory take no changes")
         failpoints.reached("engine.stage")
-        with filler.changes.beside():
-            with span("audit"):
-                if not np.array_equal(filler.digests(deadline), installed[2].digests):
-                    self._installed = None
-                    raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
-            staged = self._staged = filler.changes.read(filler, body, installed[2].digests, shards, deadline)
+        with filler.beside():
+            if self._differing(filler, installed, deadline):
+                raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
+            staged = self._staged = filler.changes.read(filler, body, installed.digests, shards, deadline)
             self.session.check_abort()  # an abort that came before did not reach it
             with span("digest"):
                 digests = staged.predict(deadline)
         failpoints.reached("engine.staged")
         return Staged(staged.nbytes, digests.astype("<u8").tobytes())
+
+    def _served_now(self, version: Version) -> tuple[DirectFiller, Filled, Sequence[Shard]]:
+        """What wrote ``version``, which this rank serves, what it installed, and the parameters, which are still in that memory."""
+        filler, installed = self._plan_filler("looking at what is installed"), self._installed
+        if not isinstance(filler, DirectFiller) or self.session.sleeps:
+            raise ConfigurationError("only parameters that stay where they are, and that are written directly, can be read again")
+        if installed is None or self.session.served_version != version or installed[:2] != (version, filler.layout.digest):
+            raise StaleSource(f"it is not known what {self.session.member} has installed of version {version}")
+        shards = self.session.shards("follow")
+        if shards is None or not self._unmoved(shards, self._held):
+            raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {version}")
+        return filler, installed[2], shards
+
+    def _differing(self, filler: DirectFiller, installed: Filled, deadline: Deadline) -> str:
+        """Names of tensors whose bytes are not those that this rank installed; empty if there are none."""
+        with span("audit"):
+            bad = np.flatnonzero(filler.digests(deadline) != installed.digests)
+        if len(bad):
+            self._installed = None
+        return few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
+
+    def _audit(self, body: Audit, deadline: Deadline) -> None:
+        """Read all parameters again while the engine serves. An abort ends this, and nothing that is prepared."""
+        self._auditing = True
+        try:
+            filler, installed, _ = self._served_now(body.version)
+            failpoints.reached("engine.audit")
+            with filler.beside():
+                differing = self._differing(filler, installed, deadline)
+        finally:
+            self._auditing = False
+        if differing:
+            raise VerificationError(
+                f"parameters of {self.session.member} were changed since it installed version {body.version}: {differing}"
+            )
 
     def _revert(self, body: Revert, deadline: Deadline) -> None:
         staged = self._staged
@@ -446,7 +479,7 @@ class EngineRole(SessionFront):
 
     def _abort_work(self) -> None:
         for held in (self._filler, self._preparing, self._served, self._staged):
-            if held is not None:
+            if held is not None and not self._auditing:
                 held.abort()
 
     def close(self, timeout: float = 5.0) -> None:

@@ -30,9 +30,9 @@ from weightsync.protocol.update_messages import Message, UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
-    "PROTOCOL", "UNREADABLE", "Answer", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources", "Commit",
-    "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello", "Host",
-    "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place",
+    "PROTOCOL", "UNREADABLE", "Answer", "Audit", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources",
+    "Commit", "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello",
+    "Host", "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place",
     "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach",
     "Refused", "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing",
     "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
@@ -307,6 +307,15 @@ class LetGo(Message, frozen=True):
     adapters: bool = False  # only a rank that publishes adapters is gone
 
 
+class Audit(Message, frozen=True):
+    """Compare the parameters with what was installed of this version, while serving.
+
+    Answered by :class:`Done`, or fails with VerificationError.
+    """
+
+    version: Version
+
+
 class Pause(Message, frozen=True):
     """Stop generation. Answered by :class:`Done` once no step runs.
 
@@ -461,8 +470,8 @@ class Done(Message, frozen=True):
 
 
 Body = (
-    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Pause | Move | Moved | Commit | Resume | Update |
-    Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
+    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved | Commit | Resume |
+    Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
     CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage |
     StoreMessage | LoraMessage
 )  # fmt: skip

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weightsync import __version__
 from weightsync.config import SecretKind, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.events import Event, RoundEnded, RoundStarted
+from weightsync.coordinator.events import Audited, Event, RoundEnded, RoundStarted
 from weightsync.coordinator.status import RankStatus, Status
 from weightsync.errors import WeightSyncError, readable
 from weightsync.model import RoundTrace
@@ -173,6 +173,8 @@ class Service:
                 self._metrics.count(event, traced)
                 if self._otel is not None and traced is not None:
                     self._otel.export(traced.trace)
+            elif isinstance(event, Audited):
+                self._metrics.count_audit(event)
 
     async def _remember(self) -> None:
         run, started = self._coordinator.settings.run, None

@@ -11,7 +11,7 @@ from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from weightsync import __version__, errors
-from weightsync.coordinator.events import RoundEnded
+from weightsync.coordinator.events import Audited, RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.status import Gauges
 from weightsync.model import SERVICE, ReplicaResult
@@ -74,6 +74,8 @@ COORDINATOR_METRICS = (
         "Results of replicas in rounds: updated, failed, refused, lost or registered.",
     ),
     Declared("verification_failures_total", "counter", (), "Updates of replicas whose bytes differed from the published ones."),
+    Declared("audit_seconds", "histogram", (), "Time in which a replica that serves read its weights again."),
+    Declared("audit_failures_total", "counter", (), "Replicas whose weights were not what they had installed any more."),
     Declared(
         "received_bytes_total", "counter", ("transport",),
         "Bytes that engine ranks received; the transport is empty for rounds that were not traced.",
@@ -162,6 +164,11 @@ class CoordinatorMetrics:
         for transport, nbytes in (result.transports or {"": result.nbytes}).items():
             registry.add("received_bytes_total", nbytes, transport=transport)
         self._count_replicas(result.replicas)
+
+    def count_audit(self, event: Audited) -> None:
+        """Add a look at what a replica serves."""
+        self._registry.observe("audit_seconds", event.seconds)
+        self._registry.add("audit_failures_total", float(event.error is not None))
 
     def _count_replicas(self, replicas: Iterable[ReplicaResult]) -> None:
         registry, longest, outcomes = self._registry, dict[str, float](), Counts[tuple[str, str]]()

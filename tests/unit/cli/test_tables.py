@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from weightsync.cli.tables import age, doctor_table, event_line, round_view, rounds_view, status_view
-from weightsync.coordinator.events import RoundEnded
+from weightsync.coordinator.events import Audited, RoundEnded
 from weightsync.coordinator.status import AdapterStatus, Alert, RankStatus, ReplicaStatus, Status
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
@@ -214,6 +214,8 @@ def test_an_event_is_one_line_whatever_it_holds() -> None:
     line = event_line(RoundEnded(9, result(9, "a\n  b"), "a\n  b"))
     assert line == "round 9: failed, 17.2 GB in 12.500 s (1.37 GB/s): a b"
     assert event_line(RoundEnded(9, result(9))) == "round 9: ok, 17.2 GB in 12.500 s (1.37 GB/s)"
+    assert event_line(Audited("r0", 0.02)) == "r0: its weights were read again in 0.020 s"
+    assert event_line(Audited("r0", 0.02, "changed:\n a")) == "r0: its weights were read again in 0.020 s: changed: a"
 
 
 def test_a_findings_impact_begins_below_its_value() -> None:

@@ -19,10 +19,11 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.coordinator.status import ReplicaStatus
-from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource
+from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource, VerificationError
 from weightsync.model import Layout, Manifest, PauseMode, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.messages import (
+    Audit,
     Body,
     CheckSources,
     Commit,
@@ -74,6 +75,8 @@ class World:
     delays: dict[tuple[str, str], float] = field(default_factory=dict)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     """When each call on an engine rank took effect: time, member, phase."""
+    looks: list[tuple[float, str, str]] = field(default_factory=list)
+    """The same of audits."""
     modes: list[PauseMode] = field(default_factory=list)
     """What each pause of an engine rank did to running requests."""
     sessions: int = 0
@@ -423,7 +426,8 @@ class FakeEngine(_Node):
         kind = await self.process.fault(phase, self)
         if epoch != self.process.epoch:
             raise Aborted(f"{phase} was aborted by a quarantine, or its connection broke")
-        self.process.world.log.append((asyncio.get_running_loop().time(), self.process.member, phase))
+        world = self.process.world
+        (world.looks if phase == "audit" else world.log).append((asyncio.get_running_loop().time(), self.process.member, phase))
         return kind
 
     async def call(self, body: Body, timeout: float) -> Body:
@@ -434,6 +438,9 @@ class FakeEngine(_Node):
                 await self.check_sources(body.number)
             case LetGo():
                 await self._enter("let_go")
+            case Audit():
+                if await self._enter("audit") == "differ":
+                    raise VerificationError(f"parameters of {self.process.member} were changed since it installed {body.version}")
             case Place():
                 return Placed((await self.place(body.number, body.epoch)).astype("<u8").tobytes(), 0)
             case Pause():

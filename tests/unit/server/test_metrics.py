@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.virtual_time import virtual
 
-from weightsync.coordinator.events import RoundEnded
+from weightsync.coordinator.events import Audited, RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.status import AdapterStatus, Gauges, ReplicaGauges
 from weightsync.model import SlowestSpan, Version
@@ -179,3 +179,12 @@ def test_a_metric_is_used_as_it_is_declared() -> None:
 
 def test_before_the_first_success_there_is_no_time_of_it() -> None:
     assert value(samples(CoordinatorMetrics()), "last_success_timestamp_seconds") is None
+
+
+def test_looks_at_what_replicas_serve_are_counted() -> None:
+    metrics = CoordinatorMetrics()
+    for event in (Audited("r0", 0.2), Audited("r1", 0.3), Audited("r0", 0.1, "VerificationError: r0/0: parameters were changed")):
+        metrics.count_audit(event)
+    shown = metrics.text(Gauges("run", 4, False, (), 1, 0, ())).decode()
+    assert "weightsync_audit_failures_total 1.0" in shown
+    assert "weightsync_audit_seconds_count 3.0" in shown

@@ -40,7 +40,9 @@ class HostDirect(DirectFiller):
     def digests(self, deadline: Deadline) -> UInt64:
         """See :meth:`DirectFiller.digests`."""
         digests = np.zeros(len(self.layout), np.uint64)
-        digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests)
+        for group in self._groups:
+            self._context.engine.check_abort()
+            digest_rows(self._context.manifest, self.layout, self._addresses, *group, digests)
         return digests
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:

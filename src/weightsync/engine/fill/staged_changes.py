@@ -47,9 +47,14 @@ class DirectFiller(PlanFiller):
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
+        self._stream = None if self.device is None else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         if overlapping(self._context.manifest, self.layout, self._addresses) is None:
             self.changes = ChangesReader(self._context, self.plan, self._tables, len(self.layout), self.device)
             self._owned.callback(self.changes.close)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """On a GPU, what runs in the block does not wait for the engine's own work, nor the other way round."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @abstractmethod
     def digests(self, deadline: Deadline) -> UInt64:
@@ -128,8 +133,7 @@ class StagedChanges:
 class ChangesReader:
     """Connections that read the changes of a plan's sources, to ``device`` (``None``: host memory).
 
-    ``tables`` are the plan's tiles, ``[source][group]``, which fill ``rows``. On a GPU all of it runs in a separate stream,
-    beside what the engine computes.
+    ``tables`` are the plan's tiles, ``[source][group]``, which fill ``rows``.
     """
 
     def __init__(
@@ -144,11 +148,6 @@ class ChangesReader:
         self._readers: Readers | None = None
         self._sources: list[tuple[Transport, Reader]] = []
         self._planned: dict[int, tuple[PlannedChanges, ChangeTables | None]] = {}
-        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def beside(self) -> AbstractContextManager[object]:
-        """What runs in the block does not wait for the engine's own work, nor the other way round."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def read(
         self, filler: DigestsNow, body: Stage, base_digests: UInt64, shards: Sequence[Shard], deadline: Deadline

@@ -1,0 +1,122 @@
+"""An engine rank compares what it serves with what it installed: a word that was changed is found, and rounds go on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tests.unit.engine.test_update import SECONDS, Stage, Watched
+
+from weightsync import failpoints
+from weightsync.engine.fill.host_direct import HostDirect
+from weightsync.errors import Aborted, ConfigurationError, StaleSource, VerificationError
+from weightsync.model import Version
+from weightsync.protocol.messages import Audit, Done, LetGo, Prepare, Quarantine
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with ExitStack() as owned:
+        owned.callback(failpoints.install, lambda name: None)
+        stage = Stage(Watched(torch.nn.Linear(6, 4, bias=False)), owned)
+        stage.engine.handle(Prepare(stage.plan()), SECONDS)
+        yield stage
+
+
+@pytest.fixture
+def served(stage: Stage) -> Version:
+    version = stage.place(1)
+    assert stage.update(version).committed
+    return version
+
+
+def test_what_was_installed_is_found(stage: Stage, served: Version) -> None:
+    for _ in range(3):
+        assert stage.engine.handle(Audit(served), SECONDS) == Done()
+    assert stage.adapter.said[-1] == "resume", "the engine heard nothing of it"
+
+
+def test_one_word_that_somebody_changed_is_named_by_its_tensor(stage: Stage, served: Version) -> None:
+    with torch.no_grad():
+        stage.adapter.module.weight[3, 5] += 1.0  # type: ignore[index,operator]
+    with pytest.raises(VerificationError, match=rf"changed since it installed version {served}: weight"):
+        stage.engine.handle(Audit(served), SECONDS)
+    stage.engine.handle(Quarantine("its weights were changed"), SECONDS)
+    again = stage.place(2)
+    assert stage.update(again).committed, "the next update heals it"
+    assert stage.engine.handle(Audit(again), SECONDS) == Done()
+
+
+def test_words_that_are_equal_as_numbers_and_differ_in_their_bits_are_found(stage: Stage, served: Version) -> None:
+    with torch.no_grad():
+        stage.source.weight.zero_()
+    version = stage.place(2)
+    assert stage.update(version).committed
+    stage.adapter.module.weight.data.neg_()  # type: ignore[operator,union-attr]
+    assert torch.equal(stage.adapter.module.weight, stage.source.weight)  # type: ignore[arg-type]
+    with pytest.raises(VerificationError, match="weight"):
+        stage.engine.handle(Audit(version), SECONDS)
+
+
+def test_only_the_version_that_is_served_is_looked_at(stage: Stage, served: Version) -> None:
+    newer = stage.place(2)
+    with pytest.raises(StaleSource, match="it is not known what"):
+        stage.engine.handle(Audit(newer), SECONDS)
+    stage.engine.handle(Quarantine("a round failed"), SECONDS)
+    with pytest.raises(StaleSource, match="it is not known what"):
+        stage.engine.handle(Audit(served), SECONDS)
+
+
+def test_parameters_that_moved_are_no_failure(stage: Stage, served: Version) -> None:
+    module = stage.adapter.module
+    module.weight = torch.nn.Parameter(torch.randn(4, 6))
+    with pytest.raises(StaleSource, match="are elsewhere since it installed"):
+        stage.engine.handle(Audit(served), SECONDS)
+
+
+def test_an_engine_that_sleeps_is_never_read_while_it_serves(stage: Stage, served: Version) -> None:
+    stage.engine.session.sleeps = True
+    with pytest.raises(ConfigurationError, match="can be read again"):
+        stage.engine.handle(Audit(served), SECONDS)
+
+
+def test_without_the_trainers_memory_it_is_not_possible(stage: Stage, served: Version) -> None:
+    stage.engine.handle(LetGo(), SECONDS)
+    with pytest.raises(Exception, match="looking at what is installed needs a prepared plan"):
+        stage.engine.handle(Audit(served), SECONDS)
+
+
+def test_a_look_that_is_given_up_ends_soon_and_breaks_no_connection(
+    stage: Stage, served: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filler = stage.engine._filler
+    assert isinstance(filler, HostDirect)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def gate(name: str) -> None:
+        if name == "engine.audit":
+            reached.set()
+            assert go_on.wait(SECONDS)
+
+    failpoints.install(gate)
+    aborted: list[object] = []
+    monkeypatch.setattr(filler, "abort", lambda: aborted.append(filler))
+    looking = stage.engine.receive(Audit(served))
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(looking.run, SECONDS)
+        assert reached.wait(SECONDS)
+        looking.withdraw()
+        go_on.set()
+        with pytest.raises(Aborted):
+            answer.result(SECONDS)
+    assert not aborted, "its connections would be made again, in the pause of the next round"
+    failpoints.install(lambda name: None)
+    assert stage.engine.session.served_version == served, "it serves on"
+    version = stage.place(2)
+    assert stage.update(version).committed
+    assert stage.engine._filler is filler
+    assert stage.engine.handle(Audit(version), SECONDS) == Done()

@@ -75,6 +75,9 @@ DELTA_POINTS = (
 )
 """Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
 
+AUDIT_POINTS = ("engine.received.audit", "engine.audit")
+"""Points of an engine rank that serves, 10 seconds after a round. In the campaign no rank serves for so long; in the simulation they do."""
+
 LORA_POINTS = (
     "round.lora.agreed",
     "round.lora.staged",

@@ -36,6 +36,7 @@ from weightsync.engine import session_front
 from weightsync.model import Version
 from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import (
+    Audit,
     CheckSources,
     Commit,
     EndStream,
@@ -190,6 +191,7 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
         Place,
         Stage,
         Revert,
+        Audit,
     )
     received = {f"engine.received.{message.__name__.lower()}" for message in to_engines}
     of_adapters = (PrepareLora, StageLora, RegisterLora, DropLora)
@@ -200,6 +202,7 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
         *points.GONE_POINTS,
         *points.KEYED_POINTS,
         *points.DELTA_POINTS,
+        *points.AUDIT_POINTS,
         *points.LORA_POINTS,
     }
 

@@ -10,7 +10,7 @@ from tests.simulation.ranks import TOKEN, EngineProcess, Process
 
 from weightsync.config import RoundSettings, Secret, ServerSettings
 from weightsync.coordinator import Coordinator
-from weightsync.coordinator.events import Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
+from weightsync.coordinator.events import Audited, Event, ReplicaEnded, ReplicaPhase, RoundEnded, RoundStarted
 from weightsync.coordinator.publish_barrier import AgreedPublication
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank
@@ -29,6 +29,7 @@ GRACE = 4.0
 _MARGIN = 6.0  # seconds that trouble may still be felt after it is over
 _MOMENT = 0.2  # for frames that are under way
 _LONGEST = 120.0
+_BETWEEN_LOOKS = 2.5  # at what replicas serve
 _LEFT_OUT = ("lost", "refused")
 _ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
 _SERVER = ServerSettings(state_dir="off")
@@ -54,6 +55,7 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
         self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None))
+        self.coordinator._audits.least_seconds = _BETWEEN_LOOKS
         self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
         """The whole service, where somebody may send it requests."""
         self.sockets = AgentSockets(self.coordinator, _SERVER) if self.service is None else self.service._agents
@@ -68,7 +70,7 @@ class CoordinatorProcess(Process):
             self._saw(event)
             emit(event)
 
-        self.coordinator._feed.emit = spy  # type: ignore[method-assign]
+        self.coordinator._feed.emit = self.coordinator._audits._emit = spy  # type: ignore[method-assign]
         self._known: set[str] = set()
         self._count_what_events_do_not_tell()
 
@@ -155,6 +157,12 @@ class CoordinatorProcess(Process):
         if world.coordinator is not self:
             return
         match event:
+            case Audited(replica=name, error=None):
+                seen["read again while it served"] += 1
+            case Audited(replica=name, error=error):
+                seen["other weights were found in what was served"] += 1
+                if not any(engine.wrecked for engine in world.engines.values() if engine.name == name):
+                    world.violated("spoiled", f"{name} was taken out of service with the weights of its version: {error}")
             case ReplicaPhase(phase=phase):
                 seen[f"phase {phase}"] += 1
             case RoundStarted(seeding=seeding):

@@ -129,6 +129,7 @@ ALL_STATES = (
     "delivery streamed",
     "verified installed",
     "verified received",
+    "read again while it served",
 )
 
 

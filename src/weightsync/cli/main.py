@@ -340,6 +340,12 @@ def token(
         typer.Option(help="Print only one part: a token, the file or variable that holds the first one, or the link."),
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Print a new random token, and ask no coordinator.")] = False,
+    adapters: Annotated[
+        str | None,
+        typer.Option(
+            help="Print a token that admits to publishing these adapters, and to nothing else: `alice/*`.", metavar="NAMES"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     r"""Show a coordinator's tokens, their sources, and a link that opens the status page.
@@ -353,12 +359,14 @@ def token(
       http://127.0.0.1:7400/metrics
     ```
     """
-    from weightsync.cli.token import show_token
+    from weightsync.cli.token import show_limited_token, show_token
 
     if new:
         return typer.echo(secrets.token_urlsafe(32))
     option = None if token_file is None else str(token_file)
     part = None if only is None else only.value
+    if adapters is not None:
+        return show_limited_token(client_settings(coordinator, token_file, None), option, adapters)
     show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)
 
 

@@ -385,8 +385,8 @@ def _event_line(event: Event) -> str:
             end = f": {result.error}" if result.error else f", version {_number(result.version, result.epoch)}{how}"
             return f"round {event.round}: {result.name}: {in_words(result.state)}{end}"
         case Audited():
-            found = f": {event.error}" if event.error else ""
-            return f"{event.replica}: its weights were read again in {event.seconds:.3f} s{found}"
+            reason = f": {event.error}" if event.error else ""
+            return f"{event.replica}: its weights were read again in {event.seconds:.3f} s{reason}"
         case RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"

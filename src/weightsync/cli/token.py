@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import typer
 
-from weightsync.config import ClientSettings, SecretKind, token_source
+from weightsync.config import ClientSettings, Secret, SecretKind, token_source
 from weightsync.errors import AuthenticationError
+from weightsync.protocol.proof import limited
 from weightsync.protocol.tokens import find_token, is_loopback, login_url, secret_of, token_path
 
 
@@ -66,6 +67,14 @@ def _missing(settings: ClientSettings) -> str:
         f"no token for the coordinator at {where}: {token_path(where.port)} does not exist. Check that `weightsync serve` runs at "
         "this port as this user. If it was started with WEIGHTSYNC_TOKEN, which writes no file, set that variable here too"
     )
+
+
+def show_limited_token(settings: ClientSettings, option: str | None, adapters: str) -> None:
+    """Print a token that admits to publishing the adapters whose names match.
+
+    Raises as :func:`find` does, and :class:`~weightsync.errors.ConfigurationError` for names that are no patterns.
+    """
+    typer.echo(limited(Secret(find(settings, option).token), adapters).reveal())
 
 
 def show_token(settings: ClientSettings, option: str | None, *, part: str | None, as_json: bool) -> None:

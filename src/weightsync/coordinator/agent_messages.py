@@ -12,10 +12,10 @@ from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.publish_barrier import OutOfCount
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, PublishingRank, TrainerRank, known_as
-from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, readable
+from weightsync.errors import AuthenticationError, ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
 from weightsync.model.lora import check_adapter_name
-from weightsync.protocol.lora_messages import LorasRefused
+from weightsync.protocol.lora_messages import LorasRefused, RetireLora
 from weightsync.protocol.messages import (
     PROTOCOL,
     Body,
@@ -45,10 +45,13 @@ _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
 
-def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
+def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRank:
     """Return the rank described by ``hello``, for the coordinator of ``run``. Its member name is ``name/rank``.
 
+    With ``limits`` it may publish adapters of these names only, and shares no source with ranks of other limits.
+
     Raises:
+        AuthenticationError: ``limits`` do not admit to a rank of this role.
         ProtocolError: The protocol version differs, or a number or text is out of range.
         MembershipError: The rank belongs to another run, or uses a reserved name.
         ConfigurationError: The manifest is impossible, or a trainer gives no layout or no address.
@@ -65,6 +68,12 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
             raise ProtocolError(f"an agent's {what} must be 1 to {_LONGEST} printable characters without '/', not {text[:40]!r}")
     if ((hello.name == TRAINER), hello.name.startswith(_ADAPTERS)) != (hello.role == "trainer", hello.role == "adapters"):
         raise MembershipError(f"{hello.name!r} cannot be the name of an agent of role {hello.role}")
+    if limits:
+        if hello.role != "adapters":
+            raise AuthenticationError(
+                f"this token admits to publishing the adapters {limits} only, not to a rank of role {hello.role}"
+            )
+        hello = structs.replace(hello, name=f"{hello.name} ({limits.replace('/', ':')})")
     if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS[hello.role]):
         most = _MOST_RANKS[hello.role]
         raise ProtocolError(f"{hello.name} reports rank {hello.rank} of {hello.world_size}; at most {most:,} ranks are allowed")
@@ -97,7 +106,7 @@ def rank_of(hello: Hello, run: str) -> TrainerRank | EngineRank:
     )
     layout = None if hello.layout is None else Layout.from_columns(manifest, hello.layout)
     if publishes and layout is not None:
-        return (TrainerRank if hello.role == "trainer" else AdapterRank)(hello, manifest, layout)
+        return TrainerRank(hello, manifest, layout) if hello.role == "trainer" else AdapterRank(hello, manifest, layout, limits)
     served = None if source_layout is None else PublishingRank(hello, manifest, Layout.from_columns(manifest, source_layout))
     return EngineRank(hello, manifest, layout, served)
 
@@ -127,6 +136,11 @@ def _check_texts(hello: Hello) -> None:
             raise ProtocolError(f"{hello.name} reports a malformed version: digests are hexadecimal digits")
 
 
+def _adapter_of(body: Publish | CannotPublish) -> str:
+    named = body.adapter
+    return named if isinstance(named, str) else "" if named is None else named.name
+
+
 def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Callable[[Body, float], Awaitable[Body]]:
     """Return the handler for calls of this rank's agent: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
 
@@ -138,6 +152,10 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
 
     async def answer(body: Body, timeout: float) -> Body:
         if isinstance(rank, AdapterRank):
+            if isinstance(body, RetireLora):
+                rank.check(body.name)
+            elif isinstance(body, Publish | CannotPublish):
+                rank.check(_adapter_of(body))
             return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
             return coordinator.loras.refused(rank, body)

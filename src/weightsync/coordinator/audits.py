@@ -15,7 +15,6 @@ from weightsync.errors import VerificationError, WeightSyncError, readable
 from weightsync.protocol.messages import Audit, Done
 
 _log = logging.getLogger(__name__)
-_LEAST_SECONDS = 10.0  # from one look to the next, however quick it is
 
 
 class Audits:
@@ -24,6 +23,9 @@ class Audits:
     A look takes at most the settings' share of the time. ``exclude`` takes a replica out of service, ``spawn`` starts a task that
     the coordinator keeps.
     """
+
+    least_seconds = 10.0
+    """From one look to the next, however quick it is."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class Audits:
     async def _audit(self, replica: Replica) -> None:
         version, loop, seconds = replica.version, asyncio.get_running_loop(), 0.0
         while version is not None:
-            await asyncio.sleep(max(_LEAST_SECONDS, seconds / self._settings.audit_share))
+            await asyncio.sleep(max(self.least_seconds, seconds / self._settings.audit_share))
             if not replica.serves or replica.version != version:
                 return
             started = loop.time()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
+from weightsync.errors import AuthenticationError
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import Body, Hello
 
@@ -36,8 +38,17 @@ class TrainerRank(PublishingRank):
     """A trainer rank."""
 
 
+@dataclass(frozen=True)
 class AdapterRank(TrainerRank):
     """A rank of a trainer that publishes LoRA adapters. Ranks with the same name are one source."""
+
+    limits: str = ""
+    """Patterns of the only names that its token admits to, separated by commas; empty: all."""
+
+    def check(self, name: str) -> None:
+        """Raise :class:`~weightsync.errors.AuthenticationError` unless this rank may publish and retire adapters of this name."""
+        if self.limits and not any(fnmatchcase(name, pattern) for pattern in self.limits.split(",")):
+            raise AuthenticationError(f"{name} is not among the adapters that this token admits to: {self.limits}")
 
 
 @dataclass(frozen=True)

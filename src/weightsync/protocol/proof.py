@@ -5,6 +5,9 @@ is right, the agent sends its own proof, in the ``Authorization`` header of one 
 coordinator that died learns nothing that it could use. An HTTP client uses a challenge for several requests, which
 it counts, and looks for a proof in each answer. The coordinator keeps no state for strangers: its nonces carry their time and its
 signature. It remembers what holders of the token have used until that expires.
+
+A limited token is made from the token and says what it admits to: the coordinator makes the same from what a peer names, so it
+needs no list of those that were given out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from urllib.parse import quote
 
 import msgspec
 
@@ -36,6 +40,8 @@ _NAMES = {"token": ("token", "WEIGHTSYNC_TOKEN"), "operator": ("operator's token
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _SIGNED = re.compile(r"[0-9a-f]{96}")
 _COUNT = re.compile(r"[0-9]{1,4}")
+_LIMITED = re.compile(r"adapters:([^:]*):([0-9a-f]{64})")
+PATTERNS = re.compile(r"[A-Za-z0-9._*-]{1,64}/[A-Za-z0-9._*-]{1,64}(,[A-Za-z0-9._*-]{1,64}/[A-Za-z0-9._*-]{1,64}){0,7}")
 
 
 class Challenge(msgspec.Struct, frozen=True):
@@ -45,8 +51,31 @@ class Challenge(msgspec.Struct, frozen=True):
     proof: str
 
 
-@lru_cache(maxsize=16)
+def limited(token: Secret, adapters: str) -> Secret:
+    """A token that admits to publishing adapters, and to nothing else: those whose names one of the patterns ``adapters`` matches.
+
+    Raises :class:`~weightsync.errors.ConfigurationError` for what is no such list, and for a token that is limited itself.
+    """
+    if limits_of(token):
+        raise ConfigurationError("this token is limited itself: limits are set with the coordinator's own")
+    if PATTERNS.fullmatch(adapters) is None:
+        raise ConfigurationError(f"a token is limited to 1 to 8 names of adapters, as in 'alice/*,bob/math', not {adapters[:80]!r}")
+    return Secret(f"adapters:{adapters}:{_proof(token, 'adapters', adapters)}")
+
+
+def limits_of(token: Secret) -> str:
+    """The patterns of a :func:`limited` token; empty for any other."""
+    match = _LIMITED.fullmatch(token.reveal())
+    return "" if match is None else match[1]
+
+
 def _key(token: Secret) -> bytes:
+    match = _LIMITED.fullmatch(token.reveal())
+    return _stretched(token) if match is None else bytes.fromhex(match[2])  # in which there is nothing to guess
+
+
+@lru_cache(maxsize=16)
+def _stretched(token: Secret) -> bytes:
     return hashlib.pbkdf2_hmac("sha256", token.reveal().encode(), b"weightsync proof", _STRETCH)
 
 
@@ -68,29 +97,36 @@ class Challenger:
         """When each used nonce expires, in that order, and a bit for each request that it was used for."""
         _key(token)  # takes milliseconds, once
 
-    def challenge(self, nonce: str) -> Challenge:
-        """The answer to an agent's nonce. Raises :class:`~weightsync.errors.ConfigurationError` for one that is malformed."""
+    def challenge(self, nonce: str, adapters: str = "") -> Challenge:
+        """The answer to an agent's nonce, for a token that is limited to ``adapters`` if they are given.
+
+        Raises :class:`~weightsync.errors.ConfigurationError` if one of them is malformed.
+        """
         if _NONCE.fullmatch(nonce) is None:
             raise ConfigurationError("a challenge needs ?nonce= with 32 hexadecimal digits")
         unsigned = int(self._clock() * 1000).to_bytes(8, "big").hex() + secrets.token_hex(8)
         mine = unsigned + self._sign(unsigned)
-        return Challenge(mine, _proof(self._token, "coordinator", nonce, mine))
+        return Challenge(mine, _proof(limited(self._token, adapters) if adapters else self._token, "coordinator", nonce, mine))
 
-    def admits(self, header: str, request: str) -> str | None:
+    def admits(self, header: str, request: str) -> tuple[str, str] | None:
         """The proof for the answer, if an ``Authorization`` header proves the token for ``request`` (method and target).
 
-        ``None`` if not, and for a header that was used before.
+        With it the patterns of a :func:`limited` token, empty for the token itself. ``None`` if nothing is proved, and for a header
+        that was used before.
         """
         parts = header.split(" ")
-        if len(parts) != 5 or parts[0] != SCHEME:
+        if not 5 <= len(parts) <= 6 or parts[0] != SCHEME:
             return None
-        _, nonce, mine, count, proof = parts
+        (_, nonce, mine, count, proof), adapters = parts[:5], "".join(parts[5:])
         if _NONCE.fullmatch(nonce) is None or _SIGNED.fullmatch(mine) is None or _COUNT.fullmatch(count) is None:
             return None
+        if len(parts) > 5 and PATTERNS.fullmatch(adapters) is None:
+            return None
+        token = limited(self._token, adapters) if adapters else self._token
         now = self._clock()
         fresh = 0 <= now - int(mine[:16], 16) / 1000 + 0.001 <= _LIFETIME
         genuine = _same(mine[32:], self._sign(mine[:32]))
-        right = _same(proof, _proof(self._token, "agent", nonce, mine, count, request))
+        right = _same(proof, _proof(token, "agent", nonce, mine, count, request))
         while self._used and (oldest := next(iter(self._used.items())))[1][0] < now:
             del self._used[oldest[0]]
         until, used = self._used.get(mine, (now + _LIFETIME, 0))
@@ -99,7 +135,7 @@ class Challenger:
         if not (fresh and genuine and right) or used & this or full or int(count) >= _MOST_REQUESTS:
             return None
         self._used[mine] = until, used | this
-        return _proof(self._token, "answer", nonce, mine, count)
+        return _proof(token, "answer", nonce, mine, count), adapters
 
     def _sign(self, unsigned: str) -> str:
         return hmac.new(self._signer, unsigned.encode(), hashlib.sha256).hexdigest()
@@ -120,7 +156,9 @@ class Claimant:
     @property
     def target(self) -> str:
         """What to ask the coordinator for."""
-        return f"{CHALLENGE_PATH}?nonce={self._nonce}" + ("" if self._kind == "token" else f"&of={self._kind}")
+        adapters = limits_of(self._token)
+        more = f"&adapters={quote(adapters, safe='')}" if adapters else "" if self._kind == "token" else f"&of={self._kind}"
+        return f"{CHALLENGE_PATH}?nonce={self._nonce}{more}"
 
     @property
     def spent(self) -> bool:
@@ -150,4 +188,5 @@ class Claimant:
         """The header for ``request`` (method and target), and what :data:`ANSWER_HEADER` is in the coordinator's answer to it."""
         parts = self._nonce, self._challenge, str(self._count)
         self._count += 1
-        return " ".join((SCHEME, *parts, _proof(self._token, "agent", *parts, request))), _proof(self._token, "answer", *parts)
+        header = SCHEME, *parts, _proof(self._token, "agent", *parts, request), *filter(None, [limits_of(self._token)])
+        return " ".join(header), _proof(self._token, "answer", *parts)

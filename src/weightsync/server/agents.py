@@ -26,6 +26,9 @@ from weightsync.server.problems import problem
 
 _log = logging.getLogger(__name__)
 
+ADAPTERS = "weightsync.adapters"
+"""The key of a connection's scope under which the names of adapters are to which its token is limited."""
+
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason
 _RETURN_SECONDS = 1.0  # for calls whose answers have arrived when their agent leaves
 
@@ -86,7 +89,8 @@ class AgentSockets:
             hello, run = await _first_frame(socket, limit), self._coordinator.settings.run
             # An agent that names no run takes the coordinator's.
             hello = msgspec.structs.replace(hello, run=hello.run or run)
-            rank = await asyncio.to_thread(rank_of, hello, run)  # a large layout takes a while to check
+            # A large layout takes a while to check.
+            rank = await asyncio.to_thread(rank_of, hello, run, socket.scope.get(ADAPTERS, ""))
             connection = _Connection(self._coordinator, socket, rank)
             if isinstance(rank, AdapterRank):
                 self._coordinator.loras.join(connection)

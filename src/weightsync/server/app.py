@@ -26,10 +26,10 @@ from weightsync.errors import WeightSyncError, readable
 from weightsync.model import RoundTrace
 from weightsync.protocol.endpoint import AGENTS_PATH
 from weightsync.protocol.messages import RoundResult
-from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, SCHEME, Challenge, Challenger
+from weightsync.protocol.proof import ANSWER_HEADER, CHALLENGE_PATH, PATTERNS, SCHEME, Challenge, Challenger
 from weightsync.protocol.tokens import Secrets, matches
 from weightsync.server import page
-from weightsync.server.agents import AgentSockets
+from weightsync.server.agents import ADAPTERS, AgentSockets
 from weightsync.server.connections import Connections
 from weightsync.server.event_streams import EventStreams
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
@@ -61,7 +61,10 @@ OPERATIONS = (
         "get", CHALLENGE_PATH,
         "Prove that the coordinator has the token, and give a nonce with which a client proves the same without sending it.",
         Challenge, public=True, required=("nonce",), errors=(HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN),
-        query=(("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]), ("of", Literal["token", "operator"])),
+        query=(
+            ("nonce", Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]), ("of", Literal["token", "operator"]),
+            ("adapters", Annotated[str, msgspec.Meta(pattern=f"^{PATTERNS.pattern}$")]),
+        ),
     ),
     Operation("get", "/v1/status", "Who serves which version, how stale, and the last rounds.", Status),
     Operation(
@@ -200,7 +203,8 @@ class Service:
             raise HTTPException(HTTPStatus.BAD_REQUEST, "of is token or operator")
         if kind not in self._challengers:
             return problem(HTTPStatus.FORBIDDEN, "AuthenticationError", _NO_OPERATOR)
-        return _json(self._challengers[kind].challenge(request.query_params.get("nonce", "")))
+        given = request.query_params
+        return _json(self._challengers[kind].challenge(given.get("nonce", ""), given.get("adapters", "")))
 
     async def _status(self, request: Request) -> Response:
         return _answer(self._state.get())
@@ -291,16 +295,17 @@ class TokenAdmission:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         public = scope["type"] == "http" and scope["path"] in self._public
-        holder, answer = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else (None, "")
+        holder, answer, adapters = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else (None, "", "")
         if holder is not None:
             self._connections.proved(scope.get(TRANSPORT))
             send = _with(send, ANSWER_HEADER, answer) if answer else send
-            if holder == "metrics" and not public and (scope["type"], scope["path"]) != ("http", "/metrics"):
-                await problem(HTTPStatus.FORBIDDEN, "AuthenticationError", "this token admits to /metrics only")(
+            only, path = ("/metrics", "/metrics") if holder == "metrics" else (f"publishing the adapters {adapters}", AGENTS_PATH)
+            if (holder == "metrics" or adapters) and not public and scope["path"] != path:
+                await problem(HTTPStatus.FORBIDDEN, "AuthenticationError", f"this token admits to {only} only")(
                     scope, receive, send
                 )
                 return
-            await self._app({**scope, _HOLDER: (holder, self._challengers)}, receive, send)
+            await self._app({**scope, _HOLDER: (holder, self._challengers), ADAPTERS: adapters}, receive, send)
             return
         if public:
             # A client that asks for a challenge proves the token on the same connection next. A body is not read.
@@ -315,19 +320,22 @@ class TokenAdmission:
         message = f"{why}: set WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE to the one that the coordinator was started with"
         await problem(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message)(scope, receive, _last(send))
 
-    def _admits(self, header: str, scope: Scope) -> tuple[SecretKind | None, str]:
-        """Return the kind of secret, ``None`` without one, and the proof to answer with (empty if the peer sent the secret)."""
+    def _admits(self, header: str, scope: Scope) -> tuple[SecretKind | None, str, str]:
+        """Return the kind of secret, ``None`` without one, and the proof to answer with (empty if the peer sent the secret).
+
+        With it the patterns of a token that is limited to publishing adapters; empty for any other.
+        """
         for kind in _KINDS:
             secret = getattr(self._secrets, kind)
             if secret is not None and matches(header, secret):
-                return kind, ""
+                return kind, "", ""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = f"{scope.get('method', 'GET')} {target.decode('latin-1')}"
         for kind, challenger in self._challengers.items():
             answer = challenger.admits(header, request)
             if answer is not None:
-                return kind, answer
-        return None, ""
+                return kind, *answer
+        return None, "", ""
 
 
 def _with(send: Send, name: str, value: str) -> Send:

@@ -12,7 +12,7 @@ import torch
 from tests.integration.rounds.test_rounds import Joined, Net, change, same
 
 from weightsync.config import ServerSettings
-from weightsync.coordinator import audits
+from weightsync.coordinator.audits import Audits
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded
 from weightsync.model import Version
@@ -35,7 +35,7 @@ class Reporting(ModuleAdapter):
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
-    monkeypatch.setattr(audits, "_LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(Audits, "least_seconds", 0.05)
     with BackgroundServer(ServerSettings.load({}, port=0, audit_share=1.0)) as server, ExitStack() as owned:
         yield Joined(server, owned)
 

@@ -75,8 +75,7 @@ class World:
     delays: dict[tuple[str, str], float] = field(default_factory=dict)
     log: list[tuple[float, str, str]] = field(default_factory=list)
     """When each call on an engine rank took effect: time, member, phase."""
-    looks: list[tuple[float, str, str]] = field(default_factory=list)
-    """The same of audits."""
+    looks: list[tuple[float, str, str]] = field(default_factory=list)  # the same of audits
     modes: list[PauseMode] = field(default_factory=list)
     """What each pause of an engine rank did to running requests."""
     sessions: int = 0
@@ -220,10 +219,8 @@ class _Process:
         """Wait as long as this phase takes here, then what the test asked for, once."""
         await asyncio.sleep(self.world.delays.get((self.member, phase), 0.01))
         kind = self.world.faults.pop((self.member, phase), None)
-        if kind == "fail":
-            raise LoadError(f"{self.member} was told to fail in {phase}")
-        if kind == "crash":
-            raise ZeroDivisionError("a bug")
+        if kind in ("fail", "crash"):
+            raise LoadError(f"{self.member} was told to fail in {phase}") if kind == "fail" else ZeroDivisionError("a bug")
         if kind == "hang":
             await asyncio.get_running_loop().create_future()
         if kind in ("lost", "vanish"):
@@ -426,8 +423,8 @@ class FakeEngine(_Node):
         kind = await self.process.fault(phase, self)
         if epoch != self.process.epoch:
             raise Aborted(f"{phase} was aborted by a quarantine, or its connection broke")
-        world = self.process.world
-        (world.looks if phase == "audit" else world.log).append((asyncio.get_running_loop().time(), self.process.member, phase))
+        log = self.process.world.looks if phase == "audit" else self.process.world.log
+        log.append((asyncio.get_running_loop().time(), self.process.member, phase))
         return kind
 
     async def call(self, body: Body, timeout: float) -> Body:
@@ -565,8 +562,7 @@ class FakeEngine(_Node):
         return Moved(nbytes, np.array(digests[: -1 if kind == "undigested" else None], "<u8").tobytes(), 0, 0, 0, "received")
 
     async def commit(self, version: Version) -> None:
-        process = self.process
-        kind = await self._enter("commit")
+        process, kind = self.process, await self._enter("commit")
         if process.generating:
             process.world.alarm(f"{process.member} is labelled while it generates")
         for other in process.world.replica(process.name):
@@ -577,10 +573,8 @@ class FakeEngine(_Node):
             raise LoadError("the caches would not empty")
 
     async def resume(self) -> None:
-        process = self.process
-        kind = await self._enter("resume")
-        label = process.label
-        ranks = process.world.replica(process.name)
+        process, kind = self.process, await self._enter("resume")
+        label, ranks = process.label, process.world.replica(process.name)
         if label is None or len(ranks) != process.ranks or not all(other.holds(label.number) for other in ranks):
             process.world.alarm(f"{process.member} is resumed, but {ranks}")
         elif any(other.label != label for other in ranks):
@@ -592,11 +586,10 @@ class FakeEngine(_Node):
     async def update(self, version: Version, mode: PauseMode) -> Updated:
         await self.pause(mode)
         moved = await self.move(version.number)
-        if not self.process.holds(version.number):
-            return Updated(moved, False, 0, 0)
-        await self.commit(version)
-        await self.resume()
-        return Updated(moved, True, 0, 0)
+        if right := self.process.holds(version.number):
+            await self.commit(version)
+            await self.resume()
+        return Updated(moved, right, 0, 0)
 
     async def quarantine(self) -> None:
         # Agents answer it on a thread of its own, so what was sent later may have begun when it takes effect.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from tests.unit.coordinator.fakes import GRACE, World
@@ -32,7 +33,7 @@ def looks(world: World, member: str) -> list[float]:
 
 def apart(world: World, member: str) -> list[float]:
     times = looks(world, member)
-    return [round(later - earlier, 3) for earlier, later in zip(times, times[1:], strict=False)]
+    return [round(later - earlier, 3) for earlier, later in itertools.pairwise(times)]
 
 
 @virtual

@@ -8,7 +8,7 @@ import pytest
 from weightsync.config import Address, Secret
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError
 from weightsync.protocol import proof
-from weightsync.protocol.proof import SCHEME, Challenge, Challenger, Claimant
+from weightsync.protocol.proof import SCHEME, Challenge, Challenger, Claimant, limited, limits_of
 
 TOKEN = Secret("the-token-of-this-run")
 WHERE = Address("http", "127.0.0.1", 7400)
@@ -56,7 +56,7 @@ def test_a_challenge_is_good_for_several_requests_each_once_and_each_answer_is_p
     given = [claimant.authorization(REQUEST) for _ in range(6)]
     assert claimant.spent
     for header, expected in reversed(given[:5]):
-        assert challenger.admits(header, REQUEST) == expected
+        assert challenger.admits(header, REQUEST) == (expected, "")
     assert len({expected for _, expected in given}) == 6, "an answer proves one request"
     for header, _ in given:
         assert challenger.admits(header, REQUEST) is None
@@ -131,8 +131,66 @@ def test_challenges_expire_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_guessing_a_weak_token_costs_something_and_a_process_pays_once() -> None:
-    proof._key.cache_clear()
+    proof._stretched.cache_clear()
     challenger = Challenger(TOKEN)
     for _ in range(10):
         assert challenger.admits(claimed(challenger), REQUEST)
-    assert proof._key.cache_info().misses == 1
+    assert proof._stretched.cache_info().misses == 1
+
+
+def proved(challenger: Challenger, token: Secret, adapters: str) -> tuple[str, str]:
+    """The header with which a holder of ``token`` answers to a challenge for ``adapters``, and the answer that it expects."""
+    claimant = Claimant(token, WHERE)
+    claimant.accept(msgspec.json.encode(challenger.challenge(claimant._nonce, adapters)))
+    return claimant.authorization(REQUEST)
+
+
+@pytest.mark.parametrize("adapters", ["alice/*", "alice/math", "alice/*,bob/math-2.x,*/eval"])
+def test_a_limited_token_proves_what_it_is_limited_to(adapters: str) -> None:
+    challenger, token = Challenger(TOKEN), limited(TOKEN, adapters)
+    assert limits_of(token) == adapters
+    assert TOKEN.reveal() not in token.reveal()
+    header, expected = proved(challenger, token, adapters)
+    assert challenger.admits(header, REQUEST) == (expected, adapters)
+    assert challenger.admits(header, REQUEST) is None, "a recorded header was taken again"
+
+
+def test_its_holder_cannot_make_more_of_it() -> None:
+    challenger, token = Challenger(TOKEN), limited(TOKEN, "alice/*")
+    header, _ = proved(challenger, token, "alice/*")
+    for other in ("", " bob/*", " */*", " alice/math", " alice/*,bob/*", " alice/* ", " alice/*  ", " alice"):
+        assert challenger.admits(header.removesuffix(" alice/*") + other, REQUEST) is None, other
+    mac = token.reveal().rpartition(":")[2]
+    with pytest.raises(AuthenticationError):
+        proved(challenger, Secret(f"adapters:bob/*:{mac}"), "bob/*")
+    with pytest.raises(AuthenticationError):
+        proved(challenger, Secret(mac), "")
+    with pytest.raises(AuthenticationError):
+        proved(Challenger(Secret("of-another-coordinator")), token, "alice/*")
+    assert challenger.admits(header, REQUEST), "none of these used it up"
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    ["alice", "/x", "alice/", "a/b/c", "alice/*,", "alice/* bob/*", "ü/x", "a/" + "b" * 65, ",".join(["a/b"] * 9)],
+)
+def test_what_is_no_list_of_names_is_refused(adapters: str) -> None:
+    with pytest.raises(ConfigurationError, match="1 to 8 names of adapters"):
+        limited(TOKEN, adapters)
+    with pytest.raises(ConfigurationError, match="1 to 8 names of adapters"):
+        Challenger(TOKEN).challenge("0" * 32, adapters)
+
+
+def test_a_limited_token_is_not_limited_further() -> None:
+    with pytest.raises(ConfigurationError, match="is limited itself"):
+        limited(limited(TOKEN, "alice/*"), "alice/math")
+
+
+def test_strangers_who_name_many_limits_let_nothing_be_stretched_again() -> None:
+    proof._stretched.cache_clear()
+    challenger = Challenger(TOKEN)
+    for number in range(100):
+        challenger.challenge("0" * 32, f"alice/x{number}")
+        challenger.admits(f"{SCHEME} {'0' * 32} {'0' * 96} 0 {'0' * 64} bob/x{number}", REQUEST)
+    challenger.challenge("0" * 32)
+    assert proof._stretched.cache_info().misses == 1

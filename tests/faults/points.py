@@ -76,7 +76,7 @@ DELTA_POINTS = (
 """Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
 
 AUDIT_POINTS = ("engine.received.audit", "engine.audit")
-"""Points of an engine rank that serves, 10 seconds after a round. In the campaign no rank serves for so long; in the simulation they do."""
+"""Points of an engine rank that has served for some seconds: the simulation reaches them, the campaign does not."""
 
 LORA_POINTS = (
     "round.lora.agreed",

@@ -119,6 +119,7 @@ class Coordinator:
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
         self._rendezvous.joined(self._members.add_trainer(node))
         self._publications.claim("trainer", node.rank.member, node.rank.hello.epoch or FIRST_EPOCH, node.rank.hello.published)
+        self._publications.placed_before(node.rank.hello.order)
         version = node.rank.hello.version
         if version is not None and version.run == self.settings.run and version.manifest == node.rank.manifest.fingerprint:
             self._publications.published.setdefault(version.order, version)

@@ -121,6 +121,11 @@ class Publications:
         """Drop the placement, because its regions are about to be overwritten."""
         self._placement = None
 
+    def placed_before(self, order: int) -> None:
+        """Choose only orders above this one, which an earlier coordinator has used. One without room above it is ignored."""
+        if order <= _MOST_CLAIMED_NUMBER:
+            self._order = max(self._order, order)
+
     def next_order(self) -> int:
         """Return a number above those of all earlier placings. It follows the clock, as earlier coordinators' did."""
         self._order = max(self._order + 1, time.time_ns() // 1000)

@@ -111,6 +111,8 @@ class Hello(Message, frozen=True):
     """Whether readers read this trainer rank's own memory in place. A version is then readable only until its publication ends."""
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
     """Epoch in which this trainer rank publishes; 0 until the first :class:`Place` has set it."""
+    order: Number = 0
+    """Highest :attr:`Place.order` that this trainer rank was sent, for a coordinator whose clock is behind that of the last one."""
     new_epoch: bool = False
     count: _Count = 0
     """Publications that this trainer process has begun, for one that joins later."""

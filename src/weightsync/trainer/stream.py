@@ -314,8 +314,8 @@ class StreamRole(Publication):
         ConfigurationError: A transport cannot encrypt where it must.
     """
 
-    live = True
-    """Nothing can be read any more when a publication is over."""
+    live, order = True, 0
+    """Nothing can be read any more when a publication is over, and nothing is placed in an order."""
 
     def __init__(self, stream: Stream, access: ReaderAccess, rank: int, world_size: int, *, dtype: DTypes = None) -> None:
         super().__init__(access)

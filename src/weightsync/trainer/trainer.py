@@ -235,7 +235,7 @@ class Trainer(Closeable):
             session=self._session.reveal(), host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
             layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
             live=role.live, epoch=role.epoch, new_epoch=self._new_epoch, count=self._requests.count, start=self._requests.start,
-            version=self._version, window_bytes=windows[0], windows=windows[1],
+            version=self._version, window_bytes=windows[0], windows=windows[1], order=role.order,
         )  # fmt: skip
 
     @property

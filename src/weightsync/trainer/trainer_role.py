@@ -65,6 +65,8 @@ class TrainerRole(PublishedShards):
         """What may be placed now."""
         self.epoch = 0
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
+        self.order = 0
+        """The highest :attr:`Place.order` that it was sent."""
         self._highest = -1
         """The highest number that was placed."""
         self._last: tuple[int, Placed] | None = None
@@ -105,7 +107,8 @@ class TrainerRole(PublishedShards):
             armed.stop[0] = 1
         if not self._running.wait(_PLACING_SECONDS):  # a placing looks at the flag every few hundred KiB
             raise DeadlineExceeded(
-                f"a placing did not stop within {_PLACING_SECONDS:g} s (a hung device?): this rank's weights may still be read"
+                f"a placing did not stop within {_PLACING_SECONDS:g} s (a hung device, or a trainer rank that takes no part in the "
+                "maxima of quantized weights?): this rank's weights may still be read"
             )
         if self.live:
             self.withdraw()
@@ -115,7 +118,7 @@ class TrainerRole(PublishedShards):
         """Answer a call of the coordinator. Raises :class:`~weightsync.errors.Aborted` if that number is not being published."""
         if isinstance(body, Place):
             failpoints.reached("trainer.received.place")
-            self.epoch = body.epoch
+            self.epoch, self.order = body.epoch, max(self.order, body.order)
             return self._place(body, Deadline(timeout))
         if isinstance(body, DigestUnderKey):
             return self._digest_under_key(body, Deadline(timeout))

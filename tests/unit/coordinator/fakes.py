@@ -266,7 +266,7 @@ class TrainerProcess(_Process):
             hello = said(
                 "trainer", rank, count, HOST, session=session, offers=offers, live=world.live and world.tells, version=self.last,
                 published=self.placed if self.placed is not None else published, credential=known_as(self.credential),
-                window_bytes=4096 if world.windows else 0, windows=world.windows,
+                window_bytes=4096 if world.windows else 0, windows=world.windows, order=max([0, *(at.order for at in self.asked)]),
             )  # fmt: skip
             return TrainerRank(hello, manifest, rows_layout(manifest, rank, count))
 

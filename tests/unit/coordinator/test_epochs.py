@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 from tests.hellos import said
 from tests.unit.coordinator.contents import MANIFEST, rows_layout
-from tests.unit.coordinator.fakes import HOST, EngineProcess, FakeTrainer, TrainerProcess, World
+from tests.unit.coordinator.fakes import HOST, EngineProcess, FakeTrainer, TrainerProcess, World, world_of
+from tests.unit.coordinator.test_coordinator import restart
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
@@ -324,3 +326,20 @@ async def test_a_number_that_was_placed_for_a_coordinator_that_died_is_not_used_
         add(world, rank, new_epoch=False, epoch=1, published=5)
     asked = [world.coordinator.publish(f"trainer/{rank}", Publish(above=above), 60.0) for rank, above in enumerate((6, 5))]
     assert [result.version.number for result in await asyncio.gather(*asked)] == [7, 7]
+
+
+@virtual
+async def test_a_coordinator_whose_clock_is_behind_goes_on_from_the_placings_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise ranks that take maxima together would take a new placing for one that they gave up."""
+    world = world_of(2, r=1)
+    await world.publish(1)
+    before = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: before - 3600 * 10**9)
+    restart(world)
+    await world.publish(2)
+    for trainer in world.trainers.values():
+        first, second = (asked.order for asked in trainer.asked)
+        assert second > first
+    await world.coordinator.aclose()

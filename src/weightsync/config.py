@@ -228,8 +228,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that read from one source at a time. The others wait, and read from replicas that were updated before them and serve
     their weights (``WEIGHTSYNC_SERVE_WEIGHTS``). By default all read from the trainer at once."""
     audit_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
-    """The part of the time, at most, for which a replica that serves reads its weights again, and compares them with what it
-    installed, every 10 seconds or less often. A difference takes it out of service. 0 turns this off."""
+    """The most of its time in which a replica that serves reads its weights again, every 10 seconds or less often. A difference
+    from what it installed takes it out of service. 0: never."""
     round_deadline: Seconds = 600.0
     """Seconds that a round may take from its start to its result."""
     heartbeat: Seconds = 10.0

@@ -73,8 +73,8 @@ def _workers_are_operators() -> AbstractContextManager[None]:
     real = TokenAdmission._admits
 
     def broken(admission: TokenAdmission, header: str, scope: Any) -> Any:
-        kind, answer = real(admission, header, scope)
-        return ("operator" if kind == "token" else kind), answer
+        kind, *answer = real(admission, header, scope)
+        return ("operator" if kind == "token" else kind), *answer
 
     return replaced((TokenAdmission, "_admits", broken))
 

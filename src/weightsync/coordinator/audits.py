@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from weightsync.config import RoundSettings
@@ -42,13 +43,17 @@ class Audits:
         for replica in replicas:
             if self._settings.audit_share and replica.serves and replica.name not in self._tasks:
                 self._tasks[replica.name] = task = self._spawn(self._audit(replica))
-                task.add_done_callback(lambda ended, name=replica.name: self._tasks.get(name) is ended and self._tasks.pop(name))
+                task.add_done_callback(partial(self._ended, replica.name))
 
     def stop(self, replicas: Iterable[Replica]) -> None:
         """Do not look at ``replicas`` any more. A look that runs ends soon; calls to the same ranks need not wait for that."""
         for replica in replicas:
             if (task := self._tasks.pop(replica.name, None)) is not None:
                 task.cancel()
+
+    def _ended(self, name: str, task: asyncio.Task[Any]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
 
     async def _audit(self, replica: Replica) -> None:
         version, loop, seconds = replica.version, asyncio.get_running_loop(), 0.0
@@ -57,9 +62,8 @@ class Audits:
             if not replica.serves or replica.version != version:
                 return
             started = loop.time()
-            limit = RoundDeadline(self._settings.timeout)
             try:
-                await on_all("audit", limit, replica.members(), Audit(version), Done)
+                await on_all("audit", RoundDeadline(self._settings.timeout), replica.members(), Audit(version), Done)
             except VerificationError as error:
                 self._emit(Audited(replica.name, loop.time() - started, str(error)))
                 _log.error("replica %s is taken out of service: %s", replica.name, error)

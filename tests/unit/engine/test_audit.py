@@ -56,7 +56,7 @@ def test_words_that_are_equal_as_numbers_and_differ_in_their_bits_are_found(stag
         stage.source.weight.zero_()
     version = stage.place(2)
     assert stage.update(version).committed
-    stage.adapter.module.weight.data.neg_()  # type: ignore[operator,union-attr]
+    stage.adapter.module.weight.data.neg_()  # type: ignore[operator]
     assert torch.equal(stage.adapter.module.weight, stage.source.weight)  # type: ignore[arg-type]
     with pytest.raises(VerificationError, match="weight"):
         stage.engine.handle(Audit(version), SECONDS)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weightsync.cli.tables import event_line, plain_text, round_view, show, status_view
 from weightsync.config import ClientSettings, Secret
-from weightsync.coordinator.events import ReplicaBytes
+from weightsync.coordinator.events import Audited, ReplicaBytes
 from weightsync.server.client import Client
 
 
@@ -25,7 +25,7 @@ def show_status(settings: ClientSettings, *, as_json: bool, watch: bool) -> None
             for event in events:
                 if as_json:
                     typer.echo(msgspec.json.encode(event).decode())
-                elif not isinstance(event, ReplicaBytes):
+                elif not isinstance(event, ReplicaBytes) and not (isinstance(event, Audited) and event.error is None):
                     Console().print(f"{time.strftime('%H:%M:%S')}  {event_line(event)}", markup=False, highlight=False)
 
 

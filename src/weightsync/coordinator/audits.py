@@ -16,6 +16,7 @@ from weightsync.errors import VerificationError, WeightSyncError, readable
 from weightsync.protocol.messages import Audit, Done
 
 _log = logging.getLogger(__name__)
+_BETWEEN_ANSWERS = 0.01  # seconds, of all ranks together: a round must not meet thousands
 
 
 class Audits:
@@ -26,7 +27,7 @@ class Audits:
     """
 
     least_seconds = 10.0
-    """From one look to the next, however quick it is."""
+    """From one look to the next, however quick it is. It is longer where there are thousands of ranks."""
 
     def __init__(
         self,
@@ -37,19 +38,28 @@ class Audits:
     ) -> None:
         self._settings, self._exclude, self._emit, self._spawn = settings, exclude, emit, spawn
         self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._held = set[str]()
+        """Replicas that a round is about to update."""
 
     def start(self, replicas: Iterable[Replica]) -> None:
-        """Look at those of ``replicas`` that serve, from now on until :meth:`stop`, or until one of their ranks cannot."""
+        """Look at those of ``replicas`` that serve, from now on until :meth:`hold`, or until one of their ranks cannot."""
         for replica in replicas:
-            if self._settings.audit_share and replica.serves and replica.name not in self._tasks:
-                self._tasks[replica.name] = task = self._spawn(self._audit(replica))
-                task.add_done_callback(partial(self._ended, replica.name))
+            name = replica.name
+            if self._settings.audit_share and replica.serves and name not in self._tasks and name not in self._held:
+                self._tasks[name] = task = self._spawn(self._audit(replica))
+                task.add_done_callback(partial(self._ended, name))
 
-    def stop(self, replicas: Iterable[Replica]) -> None:
-        """Do not look at ``replicas`` any more. A look that runs ends soon; calls to the same ranks need not wait for that."""
+    def hold(self, replicas: Iterable[Replica]) -> None:
+        """Do not look at ``replicas`` until :meth:`go_on`. One that runs ends soon, and calls to the same ranks need not wait."""
         for replica in replicas:
+            self._held.add(replica.name)
             if (task := self._tasks.pop(replica.name, None)) is not None:
                 task.cancel()
+
+    def go_on(self, replicas: Iterable[Replica]) -> None:
+        """The round has ended that held ``replicas``."""
+        self._held.difference_update(replica.name for replica in replicas)
+        self.start(replicas)
 
     def _ended(self, name: str, task: asyncio.Task[Any]) -> None:
         if self._tasks.get(name) is task:
@@ -58,7 +68,8 @@ class Audits:
     async def _audit(self, replica: Replica) -> None:
         version, loop, seconds = replica.version, asyncio.get_running_loop(), 0.0
         while version is not None:
-            await asyncio.sleep(max(self.least_seconds, seconds / self._settings.audit_share))
+            least = max(self.least_seconds, _BETWEEN_ANSWERS * len(self._tasks) * replica.world_size)
+            await asyncio.sleep(max(least, seconds / self._settings.audit_share))
             if not replica.serves or replica.version != version:
                 return
             started = loop.time()
@@ -67,7 +78,8 @@ class Audits:
             except VerificationError as error:
                 self._emit(Audited(replica.name, loop.time() - started, str(error)))
                 _log.error("replica %s is taken out of service: %s", replica.name, error)
-                self._exclude(replica, str(error))
+                if replica.serves:  # another of its ranks may have gone meanwhile
+                    self._exclude(replica, str(error))
                 return
             except WeightSyncError as error:
                 _log.debug("replica %s is not read again: %s", replica.name, readable(str(error)))

@@ -369,7 +369,7 @@ class Coordinator:
             step=asked.step,
             calls=asked.calls,
         )
-        self._audits.stop(replicas)
+        self._audits.hold(replicas)
         self._planner.keep_only({replica.name for replica in self._members.replicas.values() if replica.links})
         tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
         try:
@@ -387,7 +387,7 @@ class Coordinator:
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
         finally:
-            self._audits.start(replicas)
+            self._audits.go_on(replicas)
         self.past.keep_trace(tracer, result.error)
         if tracer is not None:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}

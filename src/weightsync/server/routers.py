@@ -19,7 +19,7 @@ import msgspec
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
-from weightsync.coordinator.events import ReplicaBytes
+from weightsync.coordinator.events import Audited, ReplicaBytes
 from weightsync.errors import ProtocolError, readable
 from weightsync.model import Version
 from weightsync.protocol.endpoint import reason
@@ -163,7 +163,7 @@ class Routers:
 
     async def _follow(self) -> None:
         async for event in self._coordinator.subscribe():
-            if not isinstance(event, ReplicaBytes):
+            if not isinstance(event, ReplicaBytes | Audited):  # what serves no longer after an audit has a phase
                 self._stale()
 
     async def _keep(self, entry: _ToldRouter) -> None:

@@ -131,6 +131,17 @@ async def test_a_look_that_fails_says_nothing_against_the_replica(fault: str) ->
 
 
 @virtual
+async def test_a_replica_of_which_a_rank_leaves_while_another_finds_a_difference_is_lost() -> None:
+    world = fleet(ranks=2)
+    await world.publish(1)
+    world.faults |= {("one/0", "audit"): "differ", ("one/1", "audit"): "lost"}
+    await asyncio.sleep(LEAST + 1.0)
+    assert world.states()["one"] == ("lost", None)
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
 async def test_a_replica_that_a_restarted_coordinator_finds_serving_is_looked_at() -> None:
     world = fleet()
     await world.publish(1)
@@ -149,4 +160,35 @@ async def test_nothing_of_it_is_left_when_replicas_left() -> None:
     await asyncio.sleep(2 * LEAST)
     audits: Audits = world.coordinator._audits
     assert not audits._tasks
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_thousand_ranks_answer_one_in_ten_milliseconds() -> None:
+    world = fleet(ranks=4)
+    for number in range(300):
+        world.add_replica(f"r{number}", 4)
+    await world.publish(1)
+    await asyncio.sleep(60.0)
+    assert all(12.0 < seconds < 13.0 for seconds in apart(world, "r7/3"))
+    assert looks(world, "r7/3")
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_replica_that_waits_for_its_turn_in_a_round_is_not_looked_at() -> None:
+    world = World(RoundSettings(run="test", grace=GRACE, timeout=600.0, max_unavailable=1))
+    world.add_trainers(1)
+    for name in ("one", "two"):
+        world.add_replica(name)
+    await world.publish(1)
+    world.delays["one/0", "move"] = world.delays["two/0", "move"] = 60.0
+    world.looks.clear()
+    asking = asyncio.ensure_future(world.publish(2, timeout=500.0))
+    await asyncio.sleep(30.0)
+    world.trainers["trainer/0"].disconnect()
+    world.add_trainers(1)  # which confirms what replicas report
+    await asyncio.sleep(25.0)
+    assert not world.looks
+    asking.cancel()
     await world.coordinator.aclose()

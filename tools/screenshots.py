@@ -92,7 +92,7 @@ def answers(data: dict[str, Any]) -> Callable[[Any], None]:
         elif url.path == CHALLENGE_PATH:
             route.fulfill(json=msgspec.to_builtins(challenger.challenge(parse_qs(url.query)["nonce"][0])))
         elif url.path in data:
-            route.fulfill(json=data[url.path], headers={ANSWER_HEADER: proof or ""})
+            route.fulfill(json=data[url.path], headers={ANSWER_HEADER: proof[0] if proof else ""})
         elif url.path != "/v1/events":
             route.abort()
 

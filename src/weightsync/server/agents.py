@@ -26,7 +26,7 @@ from weightsync.server.problems import problem
 
 _log = logging.getLogger(__name__)
 
-ADAPTERS = "weightsync.adapters"
+ADAPTERS = "weightsync.limits"
 """The key of a connection's scope under which the names of adapters are to which its token is limited."""
 
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason

@@ -31,7 +31,7 @@ OTHERS = {  # what else may follow "weightsync."
     *("rounds", "websocket", "websocket.server"),  # loggers
     *("bytes", "busy_seconds", "clock_error_seconds", "clock_offset_seconds", "epoch", "member", "party"),  # of OpenTelemetry spans
     *("round", "run", "source", "transport", "version"),  # the same
-    *("holder", "transport"),  # keys of an ASGI scope
+    *("holder", "limits", "transport"),  # keys of an ASGI scope
     "mounts",  # a group of entry points
     "token_versions",  # a field of a server's answer
     *("begin", "commit", "end", "update"),  # methods of an object that is called weightsync

@@ -219,8 +219,11 @@ class RunningScheduler(Closeable):
     def release_memory(self, *tags: str) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        self.send(ReleaseMemoryOccupationReqInput(tags=list(tags)))
         end = time.monotonic() + _SECONDS
+        while not self.scheduler.is_fully_idle():  # not yet where the last answer has just been sent: SGLang would end itself
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        self.send(ReleaseMemoryOccupationReqInput(tags=list(tags)))
         while self.scheduler.weight_updater.offload_tags != set(tags):
             assert time.monotonic() < end
             time.sleep(0.005)

@@ -45,6 +45,7 @@ from weightsync.protocol.messages import (
 )
 
 _MOST_PARTS = 1 << 19  # of a stream: the coordinator keeps each until the end, in half a kilobyte
+_LAST_SECONDS = 1.0
 _DIFFERENT = "the trainer's ranks did not iterate over the same tensors: every rank's iterator yields all of them, in one order"
 
 
@@ -292,15 +293,19 @@ async def _update_replica(flow: WindowFlow, context: RoundContext, report: Repor
 
 
 def _step_deadline(context: RoundContext, flow: WindowFlow) -> RoundDeadline:
-    """How long a replica may take for one step: half of the time that is left, where others wait for it."""
+    """How long a replica may take for one step: half of the time that is left, where others wait for it.
+
+    The last one has a little less than all of it, so that its failure is known before the trainer's ranks have waited for too long.
+    """
     left = context.deadline.remaining("the next step of the stream")
-    return RoundDeadline(left / 2) if flow.readers > 1 else context.deadline
+    return RoundDeadline(left / 2 if flow.readers > 1 else left - min(_LAST_SECONDS, left / 20))
 
 
 async def _agree(context: RoundContext, flow: WindowFlow, report: Report, engines: Engines) -> None:
     with report.phase("agree"):
-        await wait_for_background(report.replica, _step_deadline(context, flow))
-        report.agreement = await open_stream(context.trainers, engines, _step_deadline(context, flow))
+        limit = _step_deadline(context, flow)
+        await wait_for_background(report.replica, limit)
+        report.agreement = await open_stream(context.trainers, engines, limit)
     failpoints.reached("round.agreed")
 
 

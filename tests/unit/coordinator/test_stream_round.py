@@ -246,3 +246,21 @@ async def test_without_replicas_a_version_exists_and_nobody_has_it() -> None:
     result = await world.publish(1)
     assert not result.ok
     assert result.version.manifest == STREAMED.fingerprint
+
+
+@pytest.mark.parametrize("seed", range(4))
+@virtual
+async def test_the_only_replica_that_hangs_fails_alone_too(seed: int) -> None:
+    """Its time and that of the trainer's wait for it ended in the same moment, and which error came first was chance."""
+    world = World(RoundSettings(run="test", grace=GRACE, timeout=600.0), live=True, windows=2)
+    world.add_trainers(1, NOTHING)
+    world.add_replica("solo")
+    await world.publish(1)
+    world.engines["solo/0"].disconnect()
+    world.add_replica("solo")
+    world.delays["solo/0", "prepare"] = 1000.0
+    result = await world.publish(2, timeout=20.0 + seed / 10)
+    [replica] = result.replicas
+    assert (result.ok, replica.version) == (False, None if replica.state != "loaded" else 1)
+    assert "agree: DeadlineExceeded" in (replica.error or "") or "prepar" in (replica.error or "")
+    await world.coordinator.aclose()

@@ -83,6 +83,8 @@ class LoraRole(SessionFront):
             LetGo: self._let_go,
         }  # fmt: skip
         self._staging: _LoraStaging | None = None
+        self._manifest = Manifest(())
+        """Of the last adapter that was prepared."""
         self._prepared: tuple[AdapterSpec, int] | None = None
         self._staged: tuple[str, AdapterSpec] | None = None
         self._served: dict[str, HeldLora] = {}
@@ -124,8 +126,11 @@ class LoraRole(SessionFront):
         self._check_base(label, spec)
         if slots is None:
             raise ConfigurationError(f"the {self._adapter.name} adapter takes no LoRA adapters")
-        manifest = Manifest(body.tensors)
-        lora_modules(manifest)
+        manifest = self._manifest
+        if body.tensors != manifest.tensors:  # an adapter of experts has 18,000, of which nothing is asked twice
+            manifest = Manifest(body.tensors)
+            lora_modules(manifest)
+            self._manifest = manifest
         if spec.config.rank > slots.max_rank:
             raise ConfigurationError(
                 f"{label} has rank {spec.config.rank}, and this engine allows {slots.max_rank}: raise its max_lora_rank"

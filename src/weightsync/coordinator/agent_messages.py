@@ -26,6 +26,7 @@ from weightsync.protocol.messages import (
     Hello,
     Publish,
     Published,
+    Refuted,
     ReplicaList,
     WaitForReplicas,
 )
@@ -101,6 +102,7 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
         session=known_as(hello.session),
         credential=known_as(hello.credential),
         no_layout=readable(hello.no_layout, 1000),
+        refuted=readable(hello.refuted),
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
     )
@@ -159,6 +161,9 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
             return coordinator.loras.refused(rank, body)
+        if isinstance(body, Refuted) and isinstance(rank, EngineRank):
+            coordinator.refuted(rank.member, body.version, readable(body.reason))
+            return Done()
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
             return Published(await coordinator.publish(rank.member, body, timeout))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):

@@ -49,6 +49,8 @@ class RankHandle(Generic[R]):
         self.gone: PeerLost | None = None
         self.serving = node.rank.hello.serving
         """Version that an engine rank is known to serve; ``None`` from the start of an update until its commit."""
+        self.refuted = node.rank.hello.refuted
+        """Why an engine rank's parameters are not those of the version that it served; empty if they may be."""
         self.prepared: str | None = None
         """Key of the plan for which an engine rank is ready."""
         self.transports: tuple[str, ...] = ()

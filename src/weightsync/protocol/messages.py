@@ -105,6 +105,8 @@ class Hello(Message, frozen=True):
     adapter: Name = ""
     serving: Version | None = None
     """Version that this engine rank already serves, for a coordinator that was restarted."""
+    refuted: Text = ""
+    """Why it serves none although it generates: its parameters are not what it installed. Empty if they may be."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """Last version number that this trainer rank published, for a coordinator that was restarted."""
     live: bool = False
@@ -312,7 +314,7 @@ class LetGo(Message, frozen=True):
 class Audit(Message, frozen=True):
     """Compare the parameters with what was installed of this version, while serving.
 
-    Answered by :class:`Done`, or fails with VerificationError.
+    Answered by :class:`Done`, or fails with VerificationError. Every other call ends it, and it never waits for another.
     """
 
     version: Version
@@ -449,6 +451,13 @@ class WaitForReplicas(Message, frozen=True):
     """Whether a replica that is refused fails the wait at once, or another one may still come."""
 
 
+class Refuted(Message, frozen=True):
+    """Parameters of this engine rank are not what it installed of ``version``. It reports no version until the next update."""
+
+    version: Version
+    reason: Text
+
+
 class ReplicaList(Message, frozen=True):
     """Replicas that are ready for rounds."""
 
@@ -474,8 +483,8 @@ class Done(Message, frozen=True):
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved | Commit | Resume |
     Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage |
-    StoreMessage | LoraMessage
+    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Refuted | Done | DeltaMessage |
+    UpdateMessage | StoreMessage | LoraMessage
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tests.integration.rounds.test_rounds import Joined, Net, change, same
 from weightsync.config import ServerSettings
 from weightsync.coordinator.audits import Audits
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import DeadlineExceeded
+from weightsync.errors import DeadlineExceeded, RoundFailed
 from weightsync.model import Version
 from weightsync.server.server import BackgroundServer
 
@@ -93,3 +93,24 @@ def test_an_engine_that_is_updated_through_its_loader_is_left_alone(joined: Join
         engine.wait_for_version(2, timeout=1.0)
     assert engine.serving == version
     assert metric(joined, "audit_failures_total") == metric(joined, "audit_seconds_count") == 0
+
+
+def test_what_staging_finds_counts_though_the_round_ends_before_the_replica_pauses() -> None:
+    settings = ServerSettings.load({}, port=0, audit_share=0.0, max_unavailable=1)
+    with BackgroundServer(settings) as server, ExitStack() as owned:
+        joined = Joined(server, owned)
+        source, target = Net(), Net()
+        trainer = joined.trainer(source, deltas=True)
+        busy, adapter = ModuleAdapter(Net()), Reporting(target)
+        joined.engine(busy, "a")
+        joined.engine(adapter, "b")
+        change(source, 1)
+        trainer.publish(1, timeout=SECONDS)
+        assert adapter.took.get(timeout=SECONDS) == 1
+        with torch.no_grad():
+            target.up.weight[3, 7] += 1.0
+            source.up.weight[0, 0] += 1.0
+        with busy.in_use(), pytest.raises(RoundFailed, match="b: wait: DeadlineExceeded: waiting for its turn"):
+            trainer.publish(2, timeout=4.0)
+        assert adapter.took.get(timeout=SECONDS) == 2, "it is updated as soon as that is possible"
+        assert metric(joined, "audit_failures_total") == 1

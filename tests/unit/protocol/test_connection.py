@@ -45,6 +45,7 @@ class Received:
     goes_on: threading.Event
     begun: threading.Event = field(default_factory=threading.Event)
     turn_seconds: float = 0.02
+    yields: bool = False
 
     def run(self, timeout: float) -> Body:
         self.begun.set()
@@ -65,7 +66,7 @@ class Rank:
 
     def receive(self, body: Body) -> IncomingCall:
         call = self.calls[-1]
-        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds)
+        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, call.yields)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
@@ -111,6 +112,17 @@ async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
     hanging.set()
     await rank.drain()
     assert socket.codes == [CloseCode.SERVICE_RESTART]
+
+
+async def test_a_call_that_yields_to_others_is_refused_without_a_consequence(rank: Rank) -> None:
+    socket, hanging = rank.connect(), await rank.hang()
+    refused = rank.call(threading.Event())
+    rank.calls[-1].yields = True
+    with pytest.raises(DeadlineExceeded, match="did not get its turn"):
+        await refused
+    hanging.set()
+    assert rank.link._returning is None
+    assert socket.codes == []
 
 
 async def test_another_connection_is_left_alone(rank: Rank) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 
 import pytest
+from msgspec import structs
 from tests.unit.coordinator.fakes import GRACE, FakeEngine, World
 from tests.unit.coordinator.test_coordinator import restart
 from tests.virtual_time import virtual
@@ -13,7 +14,9 @@ from tests.virtual_time import virtual
 from weightsync.config import RoundSettings
 from weightsync.coordinator.audits import Audits
 from weightsync.coordinator.events import Audited
-from weightsync.protocol.messages import Audit, Body
+from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.report import Report
+from weightsync.protocol.messages import Audit, Body, ReplicaResult
 
 LEAST = 10.0
 MOMENT = 0.01  # that each call takes
@@ -263,6 +266,22 @@ async def test_rounds_neither_add_to_the_share_of_looks_nor_keep_all_of_them_fro
         total = asyncio.get_running_loop().time() - started
     assert sum(took) <= share * total + seconds
     assert looks(world, "one/0"), "some come to an end"
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_replica_of_which_only_a_loader_knows_what_it_installed_is_not_asked() -> None:
+    world, real = fleet(), Report.result
+
+    def received(self: Report, publications: Publications) -> ReplicaResult:
+        self.moved = {member: structs.replace(moved, verified="received") for member, moved in self.moved.items()}
+        return real(self, publications)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Report, "result", received)
+        await world.publish(1)
+    await asyncio.sleep(100 * LEAST)
+    assert not world.looks
     await world.coordinator.aclose()
 
 

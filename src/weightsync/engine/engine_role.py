@@ -343,7 +343,7 @@ class EngineRole(SessionFront):
         if installed is None or self.session.served_version != version or installed[:2] != (version, filler.layout.digest):
             raise StaleSource(f"it is not known what {self.session.member} has installed of version {version}")
         shards = self.session.shards("follow")
-        if shards is None or not self._unmoved(shards, self._held):
+        if shards is None or not self._unmoved(shards, self._held) or self.adapter.outdated:
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {version}")
         return filler, installed[2], shards
 

@@ -98,6 +98,15 @@ def test_parameters_that_moved_are_no_failure(stage: Stage, served: Version) -> 
         stage.engine.handle(Audit(served), SECONDS)
 
 
+def test_memory_that_a_module_in_use_has_left_is_not_read(stage: Stage, served: Version) -> None:
+    with stage.adapter.in_use():
+        assert stage.engine.handle(Audit(served), SECONDS) == Done()
+        stage.adapter.module.load_state_dict({"weight": torch.zeros(4, 6)}, assign=True)
+        with pytest.raises(StaleSource, match="are elsewhere since it installed"):
+            stage.engine.handle(Audit(served), SECONDS)
+    assert stage.engine.session.served_version == served
+
+
 def test_an_engine_that_sleeps_is_never_read_while_it_serves(stage: Stage, served: Version) -> None:
     stage.engine.session.sleeps = True
     with pytest.raises(ConfigurationError, match="can be read again"):

@@ -54,7 +54,8 @@ class Audits:
                 continue
             if replica.refuted and replica.serves:
                 self.exclude(replica)
-            if self._settings.audit_share and replica.serves and looks.task is None and replica.verified != "received":
+            wanted = self._settings.audit_share and replica.serves and replica.verified != "received" and not replica.restless
+            if wanted and looks.task is None:
                 looks.task = task = self._spawn(self._audit(replica, first))
                 self._tasks.add(task)
                 task.add_done_callback(partial(self._ended, replica))
@@ -83,7 +84,9 @@ class Audits:
         """
         if link.serving == version:  # it was not updated since, and nothing has told of this yet
             link.serving, link.refuted = None, why
-            replica.looks.alarm(version, why)
+            if replica.looks.alarm(version, why):
+                replica.looks.restless = version
+                why += ". It is the same as before this version was installed again, so it is not looked at until the next one"
             self._alarm(replica, why)
             self.start((replica,))
 

@@ -122,6 +122,11 @@ class Replica:
         return next((link.refuted for link in self.links.values() if link.refuted), "")
 
     @property
+    def restless(self) -> bool:
+        """Whether parameters of the version that it serves were found to change by themselves: it is not audited."""
+        return self.version is not None and self.version == self.looks.restless
+
+    @property
     def shown_state(self) -> str:
         """State for display: ``refused`` if rounds leave it out, ``left`` if it was closed; otherwise ``state``.
 

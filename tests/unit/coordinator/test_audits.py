@@ -286,6 +286,30 @@ async def test_a_replica_of_which_only_a_loader_knows_what_it_installed_is_not_a
 
 
 @virtual
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_changes_again_after_it_was_installed_again_is_let_be_until_the_next_version(ranks: int) -> None:
+    world = fleet(ranks)
+    heard = world.coordinator.subscribe()
+    for number in (1, 2):
+        await world.publish(number)
+        for _ in range(100):
+            world.faults["one/0", "audit"] = "differ"
+            await asyncio.sleep(5.0)
+        assert world.states()["one"] == ("loaded", number)
+        assert [alert.kind for alert in world.coordinator.status().alerts] == ["restless"]
+        world.check()
+    del world.faults["one/0", "audit"]
+    await world.publish(3)
+    world.looks.clear()
+    await asyncio.sleep(5 * LEAST)
+    assert looks(world, "one/0")
+    assert not world.coordinator.status().alerts
+    await world.coordinator.aclose()
+    alarms = [event.error async for event in heard if isinstance(event, Audited) and event.error]
+    assert ["the same as before" in alarm for alarm in alarms] == 2 * [False, True]
+
+
+@virtual
 async def test_a_fleet_is_not_looked_at_all_at_once() -> None:
     world = World(RoundSettings(run="test", grace=GRACE, timeout=600.0))
     world.add_trainers(1)

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 from tests.unit.coordinator.fakes import GRACE, FakeEngine, World
 from tests.unit.coordinator.test_coordinator import restart
+from tests.unit.coordinator.test_sources import served
 from tests.virtual_time import virtual
 
 from weightsync.config import RoundSettings
@@ -307,6 +308,52 @@ async def test_what_changes_again_after_it_was_installed_again_is_let_be_until_t
     await world.coordinator.aclose()
     alarms = [event.error async for event in heard if isinstance(event, Audited) and event.error]
     assert ["the same as before" in alarm for alarm in alarms] == 2 * [False, True]
+
+
+@virtual
+async def test_a_replica_from_which_others_read_is_not_looked_at() -> None:
+    world = await served("one", serving=("one",))
+    world.delays["one/0", "audit"] = 1.0
+    await asyncio.sleep(LEAST)
+    world.delays["new/0", "move"] = 300.0
+    world.add_replica("new")
+    await asyncio.sleep(1.0)
+    world.looks.clear()
+    await asyncio.sleep(250.0)
+    assert not looks(world, "one/0")
+    await asyncio.sleep(200.0)
+    assert world.states()["new"] == ("loaded", 1)
+    assert looks(world, "one/0"), "and afterwards it is"
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_nobody_is_looked_at_while_it_prepares() -> None:
+    world = fleet()
+    await world.publish(1)
+    world.trainers["trainer/0"].disconnect()
+    for name in ("one/0", "two/0"):
+        world.delays[name, "prepare"] = 100.0
+    world.live = True  # so that nothing can be seeded
+    world.add_trainers(1)
+    world.looks.clear()
+    await asyncio.sleep(90.0)
+    assert not world.looks
+    await asyncio.sleep(60.0)
+    assert looks(world, "one/0")
+    await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_round_that_cannot_even_begin_ends_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fleet()
+    await world.publish(1)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(world.coordinator._planner, "keep_only", lambda names: 1 / 0)
+        await world.publish(2)
+    await asyncio.sleep(2 * LEAST)
+    assert looks(world, "one/0")
+    await world.coordinator.aclose()
 
 
 @virtual

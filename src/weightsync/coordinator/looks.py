@@ -11,6 +11,8 @@ from typing import Any
 
 from weightsync.model import Version
 
+_MOST_ALARMS = 64
+
 
 @dataclass
 class Looks:
@@ -51,7 +53,7 @@ class Looks:
 
     def alarm(self, version: Version, why: str) -> bool:
         """Note a difference. Returns whether the same was found before, since when the version has been installed again."""
-        if self.alarmed != version:
+        if self.alarmed != version or len(self.alarms) >= _MOST_ALARMS:  # a stolen rank may invent some for ever
             self.alarmed, self.alarms = version, set()
         again = why in self.alarms
         self.alarms.add(why)

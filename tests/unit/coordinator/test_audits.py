@@ -15,8 +15,10 @@ from tests.virtual_time import virtual
 from weightsync.config import RoundSettings
 from weightsync.coordinator.audits import Audits
 from weightsync.coordinator.events import Audited
+from weightsync.coordinator.looks import Looks
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.report import Report
+from weightsync.model import Version
 from weightsync.protocol.messages import Audit, Body, ReplicaResult
 
 LEAST = 10.0
@@ -421,3 +423,11 @@ async def test_a_replica_that_waits_for_its_turn_in_a_round_is_not_looked_at() -
     assert not world.looks
     asking.cancel()
     await world.coordinator.aclose()
+
+
+def test_alarms_that_are_remembered_are_few() -> None:
+    looks, version = Looks(), Version("run", 1, "", "")
+    assert not any(looks.alarm(version, f"weight.{number}") for number in range(1000))
+    assert len(looks.alarms) <= 64
+    assert looks.alarm(version, "weight.999")
+    assert not looks.alarm(Version("run", 2, "", ""), "weight.999")

@@ -37,7 +37,7 @@ class _Busy:
     """A rank that answers when it is told to."""
 
     def __init__(self) -> None:
-        self.rank = SimpleNamespace(member="r0/0", hello=SimpleNamespace(serving=None, loras=()))
+        self.rank = SimpleNamespace(member="r0/0", hello=SimpleNamespace(serving=None, loras=(), refuted=""))
         self.free, self.withdrawn, self.dropped = asyncio.Event(), False, False
 
     async def call(self, message: object, timeout: float) -> Done:

@@ -167,8 +167,7 @@ class CoordinatorMetrics:
 
     def count_audit(self, event: Audited) -> None:
         """Add a look at what a replica serves."""
-        if event.error is None:
-            self._registry.observe("audit_seconds", event.seconds)
+        self._registry.observe("audit_seconds", event.seconds)
         self._registry.add("audit_failures_total", float(event.error is not None))
 
     def _count_replicas(self, replicas: Iterable[ReplicaResult]) -> None:

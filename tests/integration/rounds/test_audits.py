@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -95,7 +95,7 @@ def test_an_engine_that_is_updated_through_its_loader_is_left_alone(joined: Join
     assert metric(joined, "audit_failures_total") == metric(joined, "audit_seconds_count") == 0
 
 
-def test_what_staging_finds_counts_though_the_round_ends_before_the_replica_pauses() -> None:
+def test_what_staging_finds_counts_whether_or_not_the_round_then_reaches_the_pause() -> None:
     settings = ServerSettings.load({}, port=0, audit_share=0.0, max_unavailable=1)
     with BackgroundServer(settings) as server, ExitStack() as owned:
         joined = Joined(server, owned)
@@ -110,7 +110,7 @@ def test_what_staging_finds_counts_though_the_round_ends_before_the_replica_paus
         with torch.no_grad():
             target.up.weight[3, 7] += 1.0
             source.up.weight[0, 0] += 1.0
-        with busy.in_use(), pytest.raises(RoundFailed, match="b: wait: DeadlineExceeded: waiting for its turn"):
+        with busy.in_use(), suppress(RoundFailed):  # unless b had its turn first
             trainer.publish(2, timeout=4.0)
         assert adapter.took.get(timeout=SECONDS) == 2, "it is updated as soon as that is possible"
         assert metric(joined, "audit_failures_total") == 1

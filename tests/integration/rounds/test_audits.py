@@ -35,7 +35,8 @@ class Reporting(ModuleAdapter):
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
-    monkeypatch.setattr(Audits, "least_seconds", 0.05)
+    monkeypatch.setattr(Audits, "least_seconds", 0.2)  # metrics are shared for a moment
+    monkeypatch.setattr("weightsync.coordinator.audits.random.random", lambda: 1.0)
     with BackgroundServer(ServerSettings.load({}, port=0, audit_share=1.0)) as server, ExitStack() as owned:
         yield Joined(server, owned)
 

@@ -98,7 +98,18 @@ class LoraRound:
             label = adapter_label(self._spec.name, context.number)
             why = "; ".join(self._refusals) or "no engine that takes LoRA adapters is connected"
             raise RoundFailed(f"{label} was not published, and its number is free: {why}")
-        return await place(context)
+        if context.seeding:
+            return await place(context)
+        self._check_number(context.publications.last + 1)  # a replica may have joined with it since
+        placed = await place(context)
+        self._check_number(context.publications.last)  # another source may have published a later one meanwhile
+        return placed
+
+    def _check_number(self, least: int) -> None:
+        context = self._context
+        if context.number < least:
+            what = f"{adapter_label(self._spec.name, context.number)} cannot be published: the last one is"
+            raise VersionError(f"{what} {context.publications.last}. publish() without a number takes the next one")
 
     async def _deliver(self, context: RoundContext, report: _Delivery, placing: Placing) -> None:
         """Bring the version to one replica."""

@@ -116,10 +116,13 @@ class _Gathering:
             self.result.set_exception(error)
             self.result.exception()  # mark as retrieved: perhaps no call is left to raise it
 
-    def follow(self, round_: asyncio.Task[RoundResult]) -> None:
-        """Copy the outcome of the round that has started to the result."""
+    def follow(self, round_: asyncio.Task[RoundResult], reserved: set[tuple[int, int]]) -> None:
+        """Copy the outcome of the round that has started to the result. Its number is ``reserved`` until then."""
+        this = self.epoch, self.number or 0
+        reserved.add(this)
 
         def ended(done: asyncio.Task[RoundResult]) -> None:
+            reserved.discard(this)
             if done.cancelled():
                 self.fail(Aborted(f"the publication of {self.what} was cancelled"))
             elif (error := done.exception()) is not None:
@@ -364,7 +367,7 @@ class PublishBarrier:
 
     def _check_number(self, member: str, link: RankHandle[TrainerRank], number: int | None) -> None:
         epoch = self.epochs.of(link.rank)
-        last = -1 if epoch is None else self._last(epoch)
+        last = -1 if epoch is None else self._publications.highest_in(epoch)
         if number is not None and number <= last:
             what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
             raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
@@ -383,7 +386,7 @@ class PublishBarrier:
         ranks = [place.link.rank for place in gathering.places.values()]
         try:
             gathering.epoch = self.epochs.decide(ranks)
-            last = self._last(gathering.epoch)
+            last = self._publications.highest_in(gathering.epoch)
             if gathering.number is None:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
@@ -403,13 +406,8 @@ class PublishBarrier:
         step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
         mode = next(iter(gathering.places.values())).asked.pause_mode
         calls = {member: place.asked.call for member, place in gathering.places.items()}
-        gathering.follow(self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls)))
-
-    def _last(self, epoch: int) -> int:
-        """Highest number in ``epoch``, that of the running round included: one of its ranks may have been interrupted since."""
-        running = self._running
-        began = running is not None and running.epoch == epoch and not running.result.done()
-        return max(self._publications.last_in(epoch), (running.number or 0) if running is not None and began else -1)
+        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls))
+        gathering.follow(started, self._publications.reserved)
 
     # Waiting, and giving up.
 

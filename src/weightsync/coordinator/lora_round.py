@@ -13,12 +13,12 @@ what it served before, and delays no other. If no replica can take the version, 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
 from weightsync import failpoints
+from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import bounded, on_all
@@ -28,14 +28,12 @@ from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import conduct, place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.coordinator.sources import ranks_of
-from weightsync.errors import DeadlineExceeded, PlanMismatch, RoundFailed, VersionError
+from weightsync.errors import PlanMismatch, RoundFailed, VersionError
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label
-from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.lora_messages import PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Done, Moved, Prepared, ReplicaResult, RoundResult
 
-_log = logging.getLogger(__name__)
-_DROP_SECONDS = 300.0  # for which a call to drop versions may wait in a rank
 _ONE_BUCKET = 1 << 60
 """Larger than any adapter: an engine rank stages it in one piece."""
 
@@ -165,6 +163,8 @@ class LoraRound:
                 f"{adapter_label(spec.name, context.number)} is for base {spec.base or 'weights that weightsync did not deliver'}, "
                 f"and the replica serves {replica.version or 'none of the run'}"
             )
+        if earlier := [drop for link in engines.values() for drop in link.drops.waiting(spec.name)]:
+            await bounded("dropping earlier versions", context.deadline, asyncio.wait(earlier))  # it may have this number
         spec = structs.replace(spec, base=replica.version)  # which may be a later one
         sources = ranks_of(context.trainers)
         manifest = next(iter(sources.values())).manifest
@@ -191,22 +191,3 @@ def takes(replica: Replica, spec: AdapterSpec, *, late: bool) -> bool:
         return replica.state == "registered" and has is None
     kept = late and spec.on_base_update == "keep" and has is not None and has.order >= spec.base.order
     return kept or has == spec.base
-
-
-async def drop(engines: Engines, name: str, numbers: Sequence[int], seconds: float) -> list[str]:
-    """Let every rank drop these versions. Returns the errors of those that have not within ``seconds``.
-
-    The call is not withdrawn then: a rank that is stopped or busy drops them later, and one that reconnects says what it has.
-    """
-    message = DropLora(name, tuple(numbers))
-    asked = {member: link.start(link.ask(message, Done, _DROP_SECONDS)) for member, link in engines.items()}
-    errors: list[str] = []
-    if asked:
-        await asyncio.wait(asked.values(), timeout=seconds)
-    for member, outcome in asked.items():
-        outcome.add_done_callback(lambda late: late.cancelled() or late.exception())
-        error = outcome.exception() if outcome.done() else DeadlineExceeded(f"no answer within {seconds:g} s")
-        if error is not None:
-            errors.append(f"{member} could not be told to drop versions of {name}: {error}")
-            _log.warning("%s", errors[-1])
-    return errors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,8 @@ from msgspec import structs
 from weightsync.config import RoundSettings
 from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
-from weightsync.coordinator.lora_round import LoraRound, drop, takes
+from weightsync.coordinator.lora_drops import drop
+from weightsync.coordinator.lora_round import LoraRound, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publications import Publications
@@ -29,7 +30,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.round_context import Engines, RoundContext
+from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.status import AdapterStatus
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
 from weightsync.model import Version
@@ -65,9 +66,15 @@ class _AdapterName:
     spec: AdapterSpec | None = None
     """Of the newest version."""
     retired: int = -1
-    """Versions up to this one are not served any more."""
+    """Versions up to this one are not served any more, except where a replica has less than ``keep`` newer ones."""
+    keep: int = 0
     publishing: int = 0
     """Publications that run."""
+
+    def surplus(self, held: Collection[int]) -> list[int]:
+        """Those of the versions that a replica has which are retired there."""
+        kept = sorted(held)[-self.keep :] if self.keep else ()
+        return [number for number in held if number <= self.retired and number not in kept]
 
 
 class Loras:
@@ -96,7 +103,8 @@ class Loras:
         """By replica: names and labels of all that its ranks reported when it was whole."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._delivering: asyncio.Task[None] | None = None
-        self._news = False  # since it looked
+        self._lacking = set[str]()
+        """Names of which replicas lack the newest version."""
         self._withdrawn = set[tuple[str, str]]()
         """Replicas and labels that a rank dropped by itself, perhaps before all ranks had registered them."""
         self.rounds = 0
@@ -156,13 +164,17 @@ class Loras:
             record = self._record(version.run)
             record.publications.claim("engine", f"{replica.name} {label}", 1, version.number)
             self._reported[replica.name].append((version.run, label))
-            if version.number > record.retired and all(report.get(label) == held for report in reports):
+            other = record.publications.published.get(version.order, version) != version
+            if not other and all(report.get(label) == held for report in reports):
                 served[label] = held
             else:
                 rest[version.run].append(version.number)
-                _log.info("replica %s reports %s, which is retired or not on all of its ranks: it is dropped", replica.name, label)
+                why = "was published with another digest" if other else "not all of its ranks have"
+                _log.warning("replica %s drops %s, which %s", replica.name, label, why)
         self._held[replica.name] = served
         self._drop(replica, rest)
+        for name in {held.version.run for held in served.values()}:
+            self._drop_surplus(replica, name)
         self.bring_missing()
 
     def refused(self, rank: EngineRank, body: LorasRefused) -> Done:
@@ -178,14 +190,16 @@ class Loras:
         """Let all ranks of a replica drop versions, by name, of which some have no part."""
         for name, numbers in versions.items():
             self._forget(replica, {adapter_label(name, number) for number in numbers})
-        self._spawn(self._drop_one_by_one(replica.members(), versions))
+            for link in replica.links.values():
+                link.drops.put(name, numbers)
 
-    async def _drop_one_by_one(self, engines: Engines, versions: Mapping[str, Sequence[int]]) -> None:
-        """An agent that got a call for each name at once would end its connection. A rank that leaves reports again what it has."""
-        for name, numbers in versions.items():
-            if any(link.gone is not None for link in engines.values()):
-                return
-            await drop(engines, name, numbers, self._settings.grace)
+    def _numbers(self, replica: str, name: str) -> list[int]:
+        """Versions of an adapter that a replica serves."""
+        return [held.version.number for held in self._held.get(replica, {}).values() if held.version.run == name]
+
+    def _drop_surplus(self, replica: Replica, name: str) -> None:
+        if surplus := self._names[name].surplus(self._numbers(replica.name, name)):
+            self._drop(replica, {name: surplus})
 
     def _forget(self, replica: Replica, labels: Collection[str]) -> None:
         """Record that no rank of a replica serves these versions any more."""
@@ -257,7 +271,10 @@ class Loras:
         record = self._record(specs[0].name)
         record.publishing += 1
         try:
-            return await self._run(source, specs[0], asked, self._takers())
+            result = await self._run(source, specs[0], asked, self._takers())
+            if self._settings.retry:
+                self.bring_missing([specs[0].name])
+            return result
         finally:
             record.publishing -= 1
             self._forget_unknown(specs[0].name)
@@ -295,45 +312,59 @@ class Loras:
         result = await LoraRound(context, spec, source, turns, self._registered).run()
         if not seeding:
             record.source, record.spec = source, spec
+            self._drop_others(result.version)
         return result
+
+    def _drop_others(self, published: Version) -> None:
+        """Let replicas drop what they have brought from an earlier coordinator under the label of this version."""
+        label = adapter_label(published.run, published.number)
+        for name, held in self._held.items():
+            if label in held and held[label].version != published:
+                _log.warning("replica %s drops %s, which was published with another digest since it joined", name, label)
+                self._drop(self._members.replicas[name], {published.run: [published.number]})
 
     def _registered(self, replica: Replica, version: Version, spec: AdapterSpec) -> None:
         label = adapter_label(version.run, version.number)
-        if version.number <= self._names[version.run].retired:  # meanwhile
-            self._spawn(drop(replica.members(), version.run, (version.number,), self._settings.grace))
-        elif not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
+        if not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
             for known in (self._held.setdefault(replica.name, {}), *(link.loras for link in replica.links.values())):
                 known[label] = HeldLora(version, spec)
+            self._drop_surplus(replica, version.run)  # what was retired and kept for lack of this one; or this one
 
     async def _retire(self, body: RetireLora, limit: RoundDeadline) -> Retired:
         check_adapter_name(body.name)
         record = self._names.get(body.name)
         if record is None:
             raise MembershipError(f"no version of {body.name} was published in this run")
-        numbers = sorted(
-            {held.version.number for loras in self._held.values() for held in loras.values() if held.version.run == body.name}
-        )
-        numbers = numbers[: len(numbers) - body.keep] if body.keep else numbers
-        if not numbers:
+        held = {replica: numbers for replica in self._held if (numbers := self._numbers(replica, body.name))}
+        known = {number for numbers in held.values() for number in numbers}
+        if record.source:
+            known.add(record.publications.own[1])  # which late replicas get
+        retired = sorted(known)[: len(known) - body.keep] if body.keep else known
+        if not retired:
             return Retired(())
-        record.retired = max(record.retired, numbers[-1])
+        record.retired, record.keep = max(record.retired, *retired), body.keep
         if record.publications.last <= record.retired:
             record.publications.clear()  # what its source still holds is not delivered any more
-            record.source = ""
-        labels = {adapter_label(body.name, number) for number in numbers}
-        holders = [self._members.replicas[name] for name, loras in self._held.items() if loras.keys() & labels]
-        for replica in holders:
-            self._forget(replica, labels)
+            record.source, record.spec = "", None
+        surplus = {self._members.replicas[replica]: record.surplus(numbers) for replica, numbers in held.items()}
+        dropping = {replica: numbers for replica, numbers in surplus.items() if numbers}
+        for replica, numbers in dropping.items():
+            self._forget(replica, {adapter_label(body.name, number) for number in numbers})
         seconds = min(self._settings.grace, limit.left)
-        errors = await asyncio.gather(*(drop(replica.members(), body.name, numbers, seconds) for replica in holders))
-        return Retired(tuple(numbers), tuple(readable(error) for several in errors for error in several))
+        drops = (drop(replica.members(), body.name, numbers, seconds) for replica, numbers in dropping.items())
+        errors = await asyncio.gather(*drops)
+        dropped = sorted({number for numbers in dropping.values() for number in numbers})
+        return Retired(tuple(dropped), tuple(readable(error) for several in errors for error in several))
 
     # Late replicas.
 
-    def bring_missing(self) -> None:
-        """Bring the newest version of each name whose source still holds it to replicas that lack it, once, in the background."""
-        self._news = True
-        if self._delivering is None and any(self._missing(name) for name in self._names):
+    def bring_missing(self, names: Iterable[str] | None = None) -> None:
+        """Bring the newest version of names whose source still holds it to replicas that lack it, once, in the background.
+
+        By default of all names.
+        """
+        self._lacking.update(name for name in (self._names if names is None else names) if self._missing(name))
+        if self._lacking and self._delivering is None:
             self._delivering = self._spawn(self._bring_missing())
 
     def _missing(self, name: str) -> list[Replica]:
@@ -351,10 +382,8 @@ class Loras:
 
     async def _bring_missing(self) -> None:
         try:
-            while self._news:
-                self._news = False
-                for name in list(self._names):
-                    await self._bring(name)
+            while self._lacking:
+                await self._bring(self._lacking.pop())
         finally:
             self._delivering = None
 

@@ -71,14 +71,14 @@ class LorasRefused(Message, frozen=True):
 
 
 class RetireLora(Message, frozen=True):
-    """Drop all versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
+    """Let every replica drop all its versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
 
     name: _AdapterName
     keep: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Retired(Message, frozen=True):
-    """Versions that are not served any more, and why replicas could not be told."""
+    """Versions that were dropped, each by at least one replica, and why replicas could not be told."""
 
     numbers: Annotated[tuple[Number, ...], Many]
     errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], Many] = ()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from tests.unit.coordinator.fakes import World
 from tests.unit.coordinator.lora_fakes import LonePublisher, LoraEngine
 from tests.virtual_time import virtual
 
-from weightsync.errors import VersionError
+from weightsync.errors import LoadError, VersionError
+from weightsync.model import Version
+from weightsync.protocol.lora_messages import DropLora, StageLora
 from weightsync.protocol.messages import Body, Place
 
 
@@ -71,3 +74,158 @@ async def test_a_number_that_a_replica_brings_while_it_waits_is_not_published() 
     assert engine.known == {"alice/math@0"}
     assert (await other.publish()).version.number == 1
     assert not [call for call in other.calls if isinstance(call, Place)]
+
+
+async def published_before() -> Version:
+    """What an earlier coordinator had published as the first version."""
+    world = World()
+    LoraEngine(world, "r0")
+    return (await LonePublisher(world, "1", content=1).publish()).version
+
+
+@virtual
+async def test_a_replica_that_comes_back_with_other_bytes_gets_those_that_were_published() -> None:
+    """It was away when the coordinator was restarted, and was believed: it served other weights under the same label."""
+    before, world = await published_before(), World()
+    LoraEngine(world, "r0")
+    result = await LonePublisher(world, "1", content=2).publish()
+    assert str(result.version) == str(before) == "alice/math@0"
+    late = LoraEngine(world, "r1", {"alice/math@0": before})
+    await asyncio.sleep(5)
+    assert late.served == {"alice/math@0": result.version}
+    assert late.known == {"alice/math@0"}
+
+
+@virtual
+async def test_a_replica_that_comes_back_with_other_bytes_during_the_publication_drops_them() -> None:
+    before, world = await published_before(), World()
+    LoraEngine(world, "r0")
+    publisher = LonePublisher(world, "1", content=2)
+    back: list[LoraEngine] = []
+
+    async def comes_back(body: Body) -> None:
+        back.append(LoraEngine(world, "r1", {"alice/math@0": before}))
+
+    publisher.before = comes_back
+    result = await publisher.publish()
+    await asyncio.sleep(5)
+    assert str(result.version) == "alice/math@0"
+    assert back[0].served == {"alice/math@0": result.version}
+
+
+def refusing(kind: type, times: int) -> Callable[[Body], Awaitable[None]]:
+    """Fail so many calls of a kind."""
+    left = [times]
+
+    async def before(body: Body) -> None:
+        if isinstance(body, kind) and left[0]:
+            left[0] -= 1
+            raise LoadError("out of memory")
+
+    return before
+
+
+@virtual
+async def test_a_replica_that_missed_a_version_gets_it_at_once() -> None:
+    world = World()
+    LoraEngine(world, "r0")
+    missed = LoraEngine(world, "r1")
+    publisher = LonePublisher(world, "1")
+    missed.before = refusing(StageLora, 1)
+    result = await publisher.publish()
+    assert [one.name for one in result.replicas if one.error] == ["r1"]
+    await asyncio.sleep(5)
+    assert set(missed.served) == missed.known == {"alice/math@0"}
+
+
+@virtual
+async def test_a_replica_that_missed_newer_versions_keeps_its_newest_until_it_has_them() -> None:
+    """It lost its only version to a trainer that keeps one, and answered no request for the name any more."""
+    world = World()
+    up, missed = LoraEngine(world, "r0"), LoraEngine(world, "r1")
+    publisher = LonePublisher(world, "1")
+    await publisher.publish()
+    missed.before = refusing(StageLora, 2)
+    await publisher.publish()
+    await asyncio.sleep(5)
+    assert (await publisher.retire(keep=1)).numbers == (0,)
+    assert set(up.served) == {"alice/math@1"}
+    assert set(missed.served) == missed.known == {"alice/math@0"}
+    LoraEngine(world, "r2")  # with it, the source is asked again
+    await asyncio.sleep(5)
+    assert set(missed.served) == missed.known == {"alice/math@1"}
+    assert (await publisher.retire(keep=0)).numbers == (1,)
+    await asyncio.sleep(5)
+    assert not up.served
+    assert not missed.served
+
+
+@virtual
+async def test_what_is_retired_before_a_replica_got_it_is_not_brought_to_it() -> None:
+    world = World()
+    missed = LoraEngine(world, "r0")
+    publisher = LonePublisher(world, "1")
+    missed.before = refusing(StageLora, 2)
+    await publisher.publish()
+    await asyncio.sleep(5)
+    assert not (await publisher.retire(keep=0)).numbers
+    late = LoraEngine(world, "r1")
+    await asyncio.sleep(5)
+    assert not late.served
+    assert (await publisher.publish()).version.number == 1
+
+
+@virtual
+async def test_a_rank_gets_one_call_at_a_time_however_many_versions_are_retired() -> None:
+    """Its agent ends the connection at more than 64 calls."""
+    world = World()
+    engine = LoraEngine(world, "r0")
+    publisher = LonePublisher(world, "1")
+    for number in range(70):
+        await publisher.publish(f"alice/n{number}")
+    await publisher.publish("alice/n0")
+    let, running, most = asyncio.Event(), [0], [0]
+
+    async def busy(body: Body) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await let.wait()
+        running[0] -= 1
+
+    engine.before = busy
+    retired = [asyncio.ensure_future(publisher.retire(f"alice/n{number}", 1)) for number in (0,)]
+    retired += [asyncio.ensure_future(publisher.retire(f"alice/n{number}", 0)) for number in range(70)]
+    await asyncio.sleep(1)
+    let.set()
+    await asyncio.gather(*retired)
+    assert not engine.served
+    assert most == [1]
+    drops = [(call.name, call.numbers) for call in engine.calls if isinstance(call, DropLora)]
+    assert len(drops) == 71
+    assert not engine.known
+
+
+@virtual
+async def test_a_number_that_is_free_again_is_not_dropped_by_a_late_call() -> None:
+    """A call to drop what had been prepared waited behind another one, and dropped the next version of the same number."""
+    world = World()
+    engine = LoraEngine(world, "r0")
+    publisher, other = LonePublisher(world, "1"), LonePublisher(world, "2")
+    await other.publish("bob/code")
+    let = asyncio.Event()
+
+    async def busy(body: Body) -> None:
+        if isinstance(body, DropLora) and body.name == "bob/code":
+            await let.wait()
+
+    engine.before = busy
+    retiring = asyncio.ensure_future(other.retire("bob/code", 0))
+    publisher.before = refusing(Place, 1)
+    with pytest.raises(LoadError):
+        await publisher.publish(timeout=10)
+    again = asyncio.ensure_future(publisher.publish())
+    await asyncio.sleep(1)
+    let.set()
+    assert (await again).version.number == 0
+    await retiring
+    assert set(engine.served) == engine.known == {"alice/math@0"}

@@ -126,8 +126,8 @@ def _check_texts(hello: Hello) -> None:
     if hello.url and ROUTED_URL.fullmatch(hello.url) is None:
         raise ProtocolError(f"{hello.name} sent a URL that no router can use: {hello.url[:80]!r}")
     loras = [version for held in hello.loras for version in (held.version, held.spec.base)]
-    for held in hello.loras:
-        check_adapter_name(held.version.run)
+    for name in (*(held.version.run for held in hello.loras), *hello.taken_loras):
+        check_adapter_name(name)
     for version in (hello.serving, hello.version, *loras):
         if version is None:
             continue

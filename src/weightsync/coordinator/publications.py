@@ -153,6 +153,11 @@ class Publications:
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
 
+    def use(self, epoch: int, number: int) -> None:
+        """Use this number and those before it for no later version."""
+        self.own = max(self.own, (epoch, number))
+        self._look()
+
     def deltas(self, placed: Mapping[str, Placed]) -> tuple[Delta, ...]:
         """What all trainer ranks list as changed since the same versions, which were published here."""
         lists: dict[tuple[int, int], dict[str, ChangedWords]] = {}

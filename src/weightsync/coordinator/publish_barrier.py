@@ -164,6 +164,13 @@ class PublishBarrier:
         """What each rank that waits for others has asked for, by member."""
         return {} if self._gathering is None else {member: place.asked for member, place in self._gathering.places.items()}
 
+    @property
+    def idle(self) -> bool:
+        """Whether no rank waits here, and none that is connected has an error to hear of. A round may run."""
+        owed = {} if self._failed is None else self._failed.owed
+        sessions = ((member, link.rank.hello.session) for member, link in self._members.trainers.items())
+        return self._gathering is None and not any(owed.get(member) == session for member, session in sessions)
+
     def joined(self, link: RankHandle[TrainerRank]) -> None:
         """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts."""
         self._counting.joined(link, self._members.trainers, self.waiting)

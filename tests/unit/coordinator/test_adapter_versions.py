@@ -229,3 +229,18 @@ async def test_a_number_that_is_free_again_is_not_dropped_by_a_late_call() -> No
     assert (await again).version.number == 0
     await retiring
     assert set(engine.served) == engine.known == {"alice/math@0"}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@virtual
+async def test_a_number_that_an_engine_took_and_dropped_is_not_used_again(known: bool) -> None:
+    """After a restart of the coordinator the very engine that had served a version got another one under its number."""
+    world = World()
+    publisher = LonePublisher(world, "1")
+    if known:
+        LoraEngine(world, "r1")
+        assert (await publisher.publish()).version.number == 0
+    engine = LoraEngine(world, "r0", taken_loras={"alice/math": 2})
+    assert (await publisher.publish()).version.number == 3
+    engine.leave()
+    assert "alice/math@3" in engine.served

@@ -28,6 +28,7 @@ from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
+from weightsync.coordinator.replica_turn import ReplicaTurn
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round_context import RoundContext
@@ -39,6 +40,7 @@ from weightsync.protocol.lora_messages import HeldLora, LorasRefused, Retired, R
 from weightsync.protocol.messages import Body, CannotPublish, Done, Publish, Published, RoundResult
 
 _log = logging.getLogger(__name__)
+_DELIVERIES = 64  # to late replicas, at the same time
 _REMEMBERED_SOURCES = 256  # without a connected rank
 
 
@@ -80,10 +82,10 @@ class Loras:
         """By replica, then by label."""
         self._reported: dict[str, dict[str, int]] = {}
         """By replica, then by name: the highest number that its ranks reported when it was whole."""
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._delivering: asyncio.Task[None] | None = None
-        self._lacking = set[str]()
-        """Names of which replicas lack the newest version."""
+        self._turns: defaultdict[str, ReplicaTurn] = defaultdict(ReplicaTurn)
+        self._lacking: defaultdict[str, set[str]] = defaultdict(set)
+        """By tenant: names of which replicas lack the newest version. They are brought one by one, beside those of others."""
+        self._places = asyncio.Semaphore(_DELIVERIES)
         self._withdrawn = set[tuple[str, str]]()
         """Replicas and labels that a rank dropped by itself, perhaps before all ranks had registered them."""
         self.rounds = 0
@@ -285,6 +287,11 @@ class Loras:
             self._names[specs[0].name].publications.reserved.discard((asked.epoch, asked.number))
             self._forget_unused(specs[0].name)
 
+    def _tenant(self, source: str) -> str:
+        """Whose publications wait for each other: of a limited token those of all sources, of the whole one those of each."""
+        links: Iterable[RankHandle[Any]] = self._sources[source].members.trainers.values()
+        return next((link.rank.limits for link in links), "") or source
+
     def _takers(self) -> list[Replica]:
         """Replicas that take adapters."""
         return [
@@ -315,7 +322,7 @@ class Loras:
         )  # fmt: skip
         self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
-        result = await LoraRound(context, spec, source, turns, self._registered).run()
+        result = await LoraRound(context, spec, source, self._tenant(source), turns, self._registered).run()
         if not seeding:
             if source in self._sources:
                 record.source, record.spec = source, spec
@@ -368,9 +375,12 @@ class Loras:
 
         By default of all names.
         """
-        self._lacking.update(name for name in (self._names if names is None else names) if self._missing(name))
-        if self._lacking and self._delivering is None:
-            self._delivering = self._spawn(self._bring_missing())
+        for name in self._names if names is None else names:
+            if self._missing(name):
+                tenant = self._tenant(self._names[name].source)
+                if tenant not in self._lacking:
+                    self._spawn(self._bring_missing(tenant))
+                self._lacking[tenant].add(name)
 
     def _missing(self, name: str) -> list[Replica]:
         record = self._names[name]
@@ -385,12 +395,13 @@ class Loras:
             if replica.complete and label not in self._held.get(replica.name, {}) and takes(replica, spec, late=True)
         ]
 
-    async def _bring_missing(self) -> None:
+    async def _bring_missing(self, tenant: str) -> None:
         try:
-            while self._lacking:
-                await self._bring(self._lacking.pop())
+            while names := self._lacking[tenant]:
+                async with self._places:
+                    await self._bring(names.pop())
         finally:
-            self._delivering = None
+            del self._lacking[tenant]
 
     async def _bring(self, name: str) -> None:
         record = self._names.get(name)

@@ -115,8 +115,16 @@ class LonePublisher(_Rank):
 class LoraEngine(_Rank):
     """The rank of a replica that takes adapters."""
 
-    def __init__(self, world: World, name: str, served: dict[str, Version] | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        served: dict[str, Version] | None = None,
+        before: Callable[[Body], Awaitable[None]] = _at_once,
+        **more: Any,
+    ) -> None:
         super().__init__(world)
+        self.before = before
         self.served = dict(served or {})
         self._name, self._more = name, more
         self._prepared: PrepareLora | None = None

@@ -38,8 +38,9 @@ from weightsync.model.lora import AdapterSpec, adapter_label
 from weightsync.protocol.lora_messages import PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Done, Moved, Prepared, ReplicaResult, RoundResult
 
-_PREPARE_SECONDS, _STAGE_SECONDS, _STAGE_RATE = 10.0, 20.0, 64e6
-"""For which a replica may take to connect; and to get an adapter while others wait, and a second more for so many bytes."""
+_PREPARE_SECONDS = 10.0  # for which a replica may take to connect
+_PLACE_SECONDS, _STAGE_SECONDS, _STAGE_RATE = 1.0, 20.0, 64e6
+"""For which it waits for the trainer, and takes to get the adapter, while others wait; and a second more for so many bytes."""
 _ONE_BUCKET = 1 << 60
 """Larger than any adapter: an engine rank stages it in one piece."""
 
@@ -144,7 +145,7 @@ class LoraRound:
                     report.agreed = True
                     self._decided.set()
                     failpoints.reached("round.lora.agreed")
-                    if await turn.until_wanted(placing, 0):
+                    if await turn.until_wanted(placing, _PLACE_SECONDS):
                         return await self._bring(report, turn, agreed, placing.result()[0], engines)
                 with report.phase("wait"):  # its trainer may take long: others go first
                     await bounded("placing", context.deadline, asyncio.shield(placing))

@@ -148,6 +148,7 @@ class Loras:
     def replica_joined(self, replica: Replica) -> None:
         """All ranks of a replica are connected: learn what it serves, and bring it what it lacks."""
         reports, hellos = [link.loras for link in replica.links.values()], [link.rank.hello for link in replica.links.values()]
+        self._withdraw(replica.name)
         served: dict[str, HeldLora] = {}
         rest: defaultdict[str, list[int]] = defaultdict(list)
         for label, held in {label: held for report in reports for label, held in report.items()}.items():
@@ -208,6 +209,10 @@ class Loras:
         """A rank of a replica is gone."""
         self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
         self._held.pop(replica, None)
+        self._withdraw(replica)
+
+    def _withdraw(self, replica: str) -> None:
+        """Let what a replica reported count no longer."""
         for name in self._reported.pop(replica, {}).keys() & self._names.keys():
             self._names[name].publications.withdraw(replica)
             self._forget_unused(name)
@@ -302,7 +307,7 @@ class Loras:
         self, source: str, spec: AdapterSpec, asked: AgreedPublication, replicas: Sequence[Replica], seeding: bool = False
     ) -> RoundResult:
         record, trainers = self._names[spec.name], self._sources[source].members.trainers_in_order()
-        deadline, grace = asked.limits(self._settings.grace)
+        (deadline, grace), tenant = asked.limits(self._settings.grace), self._tenant(source)
         if self._running.locked():  # a round of the base weights
             async with self._serialize(deadline):
                 pass
@@ -322,7 +327,7 @@ class Loras:
         )  # fmt: skip
         self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
-        result = await LoraRound(context, spec, source, self._tenant(source), turns, self._registered).run()
+        result = await LoraRound(context, spec, source, tenant, turns, self._registered).run()
         if not seeding:
             if source in self._sources:
                 record.source, record.spec = source, spec

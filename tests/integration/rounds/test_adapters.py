@@ -424,8 +424,7 @@ def test_a_rank_that_fails_leaves_nothing_of_the_version_anywhere(made: Made, po
         assert replica.error is not None and "r0/1: as the test wishes" in replica.error and replica.version is None
     attempts = 1 if point == "prepared" else 2
     assert fleet.wait_for(lambda: len(failed) == attempts)
-    for part in fleet.parts:
-        assert fleet.wait_for(lambda part=part: part.registered == {"alice/math@1"} == set(part.staged))
+    assert fleet.wait_for(lambda: all(part.registered == {"alice/math@1"} == set(part.staged) for part in fleet.parts))
     failpoints.install(lambda name: None)
     assert fleet.names() == ["alice/math@1"]
     number = 2 if point == "prepared" else 3

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import EnumType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -54,8 +54,9 @@ class HelpTexts:
                 parameter.metavar = ""
             elif not parameter.metavar and parameter.param_type_name == "option":
                 parameter.metavar = parameter.name.rpartition("_")[2].upper()
-                if isinstance(kind := parameter.type_descriptor.annotation, EnumType):
-                    parameter.help += f" One of {', '.join(map(str, kind.__members__.values()))}."
+                kind = parameter.type_descriptor.annotation
+                if isinstance(kind, EnumType) or get_origin(kind) is Literal:
+                    parameter.help += f" One of {', '.join(kind if isinstance(kind, EnumType) else get_args(kind))}."
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401

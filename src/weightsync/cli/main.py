@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import secrets
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,7 +19,6 @@ from weightsync.cli.options import (
     CaFile,
     Coordinator,
     Json,
-    Level,
     LogJson,
     LogLevel,
     OperatorTokenFile,
@@ -151,7 +149,7 @@ def serve(
             "folder].",
         ),
     ] = None,
-    log_level: LogLevel = Level.info,
+    log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
     """Run the coordinator. Trainers and engines connect to it; no tensor passes through it.
@@ -177,7 +175,7 @@ def serve(
     serve_forever(
         host=host, port=port, run=run, token=token_in(token_file),
         operator_token=token_in(operator_token_file, "--operator-token-file"), tls_certificate=tls_certificate, tls_key=tls_key,
-        pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
+        pause_mode=pause_mode, round_deadline=round_deadline,
         require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None, state_dir=state_dir,
     )  # fmt: skip
 
@@ -321,22 +319,12 @@ def trace(
     write_trace(client_settings(coordinator, token_file, ca_file), number, out)
 
 
-class TokenPart(StrEnum):
-    """Parts of the output of ``weightsync token``."""
-
-    token = "token"
-    source = "source"
-    page = "page"
-    operator = "operator"
-    metrics = "metrics"
-
-
 @app.command(cls=Command)
 def token(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     only: Annotated[
-        TokenPart | None,
+        Literal["token", "source", "page", "operator", "metrics"] | None,
         typer.Option(help="Print only one part: a token, the file or variable that holds the first one, or the link."),
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Print a new random token, and ask no coordinator.")] = False,
@@ -364,10 +352,9 @@ def token(
     if new:
         return typer.echo(secrets.token_urlsafe(32))
     option = None if token_file is None else str(token_file)
-    part = None if only is None else only.value
     if adapters is not None:
         return show_limited_token(client_settings(coordinator, token_file, None), option, adapters)
-    show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)
+    show_token(client_settings(coordinator, token_file, None), option, part=only, as_json=json)
 
 
 @app.command(cls=Command)

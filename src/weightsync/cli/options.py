@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import json
+import logging
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from weightsync.config import ClientSettings, Secret
-import json
-import logging
-from datetime import UTC, datetime
 
 
-class Pausing(StrEnum):
-    """What a pause does to running requests."""
-
-    abort = "abort"
-    wait = "wait"
-    keep = "keep"
-
+Pausing = Literal["abort", "wait", "keep"]
+"""What a pause does to running requests: :data:`weightsync.model.PauseMode`, whose package imports numpy."""
 
 Coordinator = Annotated[
     str | None,
@@ -122,15 +116,8 @@ def client_settings(coordinator: str | None, token_file: Path | None, ca_file: P
     return ClientSettings.load(coordinator=coordinator, token=token_in(token_file), ca_file=ca_file)
 
 
-class Level(StrEnum):
-    """Lowest severity that is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
+Level = Literal["debug", "info", "warning", "error"]
+"""Lowest severity that is logged."""
 LogLevel = Annotated[
     Level,
     typer.Option(
@@ -163,4 +150,4 @@ def configure_logs(level: Level, as_json: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("weightsync").setLevel(level.value.upper())
+    logging.getLogger("weightsync").setLevel(level.upper())

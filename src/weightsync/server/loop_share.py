@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,10 +32,7 @@ class LoopShare:
             return
         async with self._order:
             await asyncio.sleep(max(0.0, self._paid_until - self._ahead - time.monotonic()))
-        await _Metered(self._answer(scope, receive, send), self._charge)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        await _Metered(self._app(scope, receive, send).__await__(), self._charge)
 
     def _charge(self, seconds: float) -> None:
         self._paid_until = max(self._paid_until, time.monotonic()) + seconds / self._share
@@ -44,7 +41,7 @@ class LoopShare:
 class _Metered:
     """Awaits ``work`` and tells ``charge`` the processor time of each of its steps, in which the event loop does nothing else."""
 
-    def __init__(self, work: Coroutine[Any, Any, None], charge: Callable[[float], None]) -> None:
+    def __init__(self, work: Generator[Any, Any, None], charge: Callable[[float], None]) -> None:
         self._work, self._charge = work, charge
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -206,7 +206,8 @@ class WebSocketConnection:
         if not event.fin:
             return None
         data, self._parts = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts), []
-        return {"type": "websocket.receive", "text": data.decode("utf-8", "replace")} if self._text else _received(data)
+        content = {"text": data.decode("utf-8", "replace")} if self._text else {"bytes": data}
+        return {"type": "websocket.receive", **content}
 
     def _closed_here(self) -> bool:
         """Whether this end closed, or has to. What arrived together with the peer's close was sent before it, and counts."""
@@ -270,7 +271,3 @@ class WebSocketConnection:
         for piece in self._protocol.data_to_send():
             self._writer.write(piece)
         self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat, self._beat)
-
-
-def _received(data: bytes) -> Message:
-    return {"type": "websocket.receive", "bytes": data}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.commands import Program
+from weightsync.cli.commands import Command
 from weightsync.cli.options import JsonLast, Pausing
 from weightsync.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ class Part(StrEnum):
 _PARTS = "On several machines"
 
 
-@app.command(cls=Program)
+@app.command(cls=Command)
 def demo(
     trainer: Annotated[TrainerChoice, typer.Option(help="FSDP2, or Megatron-core with tensor parallelism.")] = TrainerChoice.fsdp,
     trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, each with a part of the model.")] = 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -87,8 +87,8 @@ def push(
     device = torch.device("cuda") if backend == "nccl" else None
     with ExitStack() as opened:
         source = opened.enter_context(CheckpointFiles(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
-        options: dict[str, Any] = {"token": token, "group": group, "backend": backend, "ranks": ranks, "address": address}
-        clients = [opened.enter_context(kinds[engine](url, device=device, **options)) for url in to]
+        options = {"token": token, "group": group, "backend": backend, "ranks": ranks, "address": address, "device": device}
+        clients = [opened.enter_context(kinds[engine](url, **options)) for url in to]
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         bar = opened.enter_context(Progress(*columns, console=Console(stderr=True), disable=json))
         sent = bar.add_task("push", total=source.manifest.nbytes)

@@ -29,6 +29,7 @@ from weightsync.cli.options import (
     client_settings,
     configure_logs,
     operator_in,
+    setting,
     token_in,
 )
 from weightsync.cli.push import push
@@ -41,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_TO_REQUESTS = "What an update does to running requests, unless the trainer decides: `abort`, `wait` or `keep` them"
 
 
 def add_bench_commands(app: typer.Typer) -> None:
@@ -92,62 +95,27 @@ def root(
 
 @app.command(cls=Command)
 def serve(
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; any but loopback requires a token [env: WEIGHTSYNC_HOST; default 127.0.0.1]."),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port; 0 selects a free one [env: WEIGHTSYNC_PORT; default 7400]."),
-    ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Id of the run, part of every version's label [env: WEIGHTSYNC_RUN; default: a new one]."),
-    ] = None,
+    host: Annotated[str | None, setting("HOST", "Address to listen on; any but loopback requires a token", "127.0.0.1")] = None,
+    port: Annotated[int | None, setting("PORT", "Port; 0 selects a free one", "7400")] = None,
+    run: Annotated[str | None, setting("RUN", "Id of the run, part of every version's label", "a new one", "ID")] = None,
     token_file: ServedTokenFile = None,
     operator_token_file: ServedOperatorTokenFile = None,
     tls_certificate: Annotated[
-        Path | None,
-        typer.Option("--tls-cert", metavar="PATH", help="Serve https with this chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE]."),
+        Path | None, setting("TLS_CERTIFICATE", "Serve https with this chain (PEM)", None, "PATH", "--tls-cert")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
-    pause_mode: Annotated[
-        Pausing | None,
-        typer.Option(
-            metavar="MODE",
-            help="What an update does to running requests, unless the trainer decides: `abort`, `wait` or `keep` them "
-            "[env: WEIGHTSYNC_PAUSE_MODE; default abort].",
-        ),
-    ] = None,
-    round_deadline: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Time limit of a round in seconds [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
-    ] = None,
-    mount: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Routes to add, for example `rollouts` [env: WEIGHTSYNC_MOUNTS; default none]."),
-    ] = None,
+    tls_key: Annotated[Path | None, setting("TLS_KEY", "Key of the certificate (PEM)", None)] = None,
+    pause_mode: Annotated[Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort", "MODE")] = None,
+    round_deadline: Annotated[float | None, setting("ROUND_DEADLINE", "Time limit of a round in seconds", "600", "SECONDS")] = None,
+    mount: Annotated[list[str] | None, setting("MOUNTS", "Routes to add, for example `rollouts`", "none", "NAME")] = None,
     require: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Replicas that must succeed in a round: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any].",
-        ),
+        str | None, setting("REQUIRE", "Replicas that must succeed in a round: `all`, `any`, or a number", "any", "COUNT")
     ] = None,
     max_unavailable: Annotated[
-        int | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Replicas that may be out of service at the same time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
-        ),
+        int | None, setting("MAX_UNAVAILABLE", "Replicas that may be out of service at the same time", "all", "COUNT")
     ] = None,
     state_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Folder of the history of rounds; `off` keeps it in memory [env: WEIGHTSYNC_STATE_DIR; default the user's state "
-            "folder].",
-        ),
+        setting("STATE_DIR", "Folder of the history of rounds; `off` keeps it in memory", "the user's state folder", "PATH"),
     ] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 Pausing = Literal["abort", "wait", "keep"]
 """What a pause does to running requests: :data:`weightsync.model.PauseMode`, whose package imports numpy."""
 
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        "-c",
-        metavar="URL",
-        help="URL of the coordinator [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
-    ),
-]
-CaFile = Annotated[
-    Path | None,
-    typer.Option("--ca-file", metavar="PATH", help="CA certificates for an https coordinator [env: WEIGHTSYNC_CA_FILE]."),
-]
+
+def setting(variable: str, text: str, default: str | None, metavar: str | None = None, *names: str) -> Any:  # noqa: ANN401
+    """An option of a setting. Without it the variable ``WEIGHTSYNC_<variable>`` counts, and without this the ``default``."""
+    otherwise = "" if default is None else f"; default {default}"
+    return typer.Option(*names, metavar=metavar, help=f"{text} [env: WEIGHTSYNC_{variable}{otherwise}].")
+
+
+_URL = setting("COORDINATOR", "URL of the coordinator", "http://127.0.0.1:7400", "URL", "--coordinator", "-c")
+Coordinator = Annotated[str | None, _URL]
+CaFile = Annotated[Path | None, setting("CA_FILE", "CA certificates for an https coordinator", None, "PATH", "--ca-file")]
 
 
 def _token_file(option: str, what: str, variable: str, without: str) -> Any:  # noqa: ANN401 - as typer.Option

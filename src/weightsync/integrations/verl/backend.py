@@ -103,9 +103,9 @@ def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[s
 
 
 @cache
-def _say_why(way: Way, reason: str) -> None:
-    how = "actor ranks gather whole tensors" if way == "stream" else "actor ranks publish their shards"
-    _log.warning("weightsync: %s, and rollout ranks receive whole tensors, because of %s", how, reason)
+def say_why(what: str, reason: str) -> None:
+    """Log once why weights do not travel directly."""
+    _log.warning("weightsync: %s, because of %s", what, reason)
 
 
 def exchange(text: str) -> list[str]:
@@ -205,7 +205,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigurationError("actor rank 0 offers no coordinator: verl did not make it with is_master=True")
         way, reason = choose_way(actors, rollouts)
         if reason:
-            _say_why(way, reason)
+            how = "gather whole tensors" if way == "stream" else "publish their shards"
+            say_why(f"actor ranks {how}, and rollout ranks receive whole tensors", reason)
         every = cls.arguments(way, actors, rollouts)
 
         def ranks(size: int) -> dict[str, list[Any]]:

@@ -8,10 +8,9 @@ import platform
 import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +22,7 @@ from weightsync.protocol.round_log import size
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, Status, ask_coordinator, find_release
+from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.transports.hostinfo import own_address, reachable_address, text_of
 
 _FEW_FILES = 4096
@@ -182,18 +182,12 @@ def _bind(family: socket.AddressFamily, host: str) -> _Outcome:
 
 def _reverse_lookup() -> _Outcome:
     """Time the lookup that torch makes for each connection of a process group."""
-    over, started = threading.Event(), time.monotonic()
-
-    def look_up() -> None:
-        with suppress(OSError):
-            socket.getnameinfo((_MAPPED_LOOPBACK, 0), 0)
-        over.set()
-
-    threading.Thread(target=look_up, daemon=True).start()
-    over.wait(_LONGEST_LOOKUP)
+    threads, started = DaemonThreads(1, "weightsync-lookup"), time.monotonic()
+    lookup = threads.submit(partial(socket.getnameinfo, (_MAPPED_LOOPBACK, 0), 0))
+    wait([lookup], _LONGEST_LOOKUP)
     seconds = time.monotonic() - started
     if seconds > _SLOW_LOOKUP:
-        return "limited", f"{_MAPPED_LOOPBACK} takes {'' if over.is_set() else 'more than '}{seconds:.1f} s"
+        return "limited", f"{_MAPPED_LOOPBACK} takes {'' if lookup.done() else 'more than '}{seconds:.1f} s"
     return "ok", f"{_MAPPED_LOOPBACK} takes {milliseconds(seconds)}"
 
 

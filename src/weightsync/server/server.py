@@ -63,8 +63,7 @@ def _has(host: str) -> bool:
     """Return whether this machine has the address ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
+        socket.create_server((host, 0), family=family).close()
     except OSError:
         return False
     return True

@@ -11,10 +11,10 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
+from enum import EnumType
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import typer.main
@@ -194,9 +194,9 @@ def _kimi() -> str:
 
 def _parameter(parameter: Any) -> str:
     value = parameter.metavar or parameter.name.upper()
-    descriptor = getattr(parameter, "type_descriptor", None)
-    if isinstance(descriptor, type) and issubclass(descriptor, Enum):
-        value = "\\|".join(str(choice.value) for choice in descriptor)
+    kind = parameter.type_descriptor.annotation
+    if isinstance(kind, EnumType) or get_origin(kind) is Literal:
+        value = "\\|".join(kind if isinstance(kind, EnumType) else get_args(kind))
     if parameter.param_type_name == "argument":
         name = value if parameter.required else f"[{value}{'...' if parameter.nargs == -1 else ''}]"
     else:

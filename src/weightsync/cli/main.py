@@ -43,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_TO_REQUESTS = "What an update does to running requests, unless the trainer decides: `abort`, `wait` or `keep` them"
+_TO_REQUESTS = "What an update does to running requests, unless the trainer decides"
 
 
 def add_bench_commands(app: typer.Typer) -> None:
@@ -104,7 +104,7 @@ def serve(
         Path | None, setting("TLS_CERTIFICATE", "Serve https with this chain (PEM)", None, "PATH", "--tls-cert")
     ] = None,
     tls_key: Annotated[Path | None, setting("TLS_KEY", "Key of the certificate (PEM)", None)] = None,
-    pause_mode: Annotated[Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort", "MODE")] = None,
+    pause_mode: Annotated[Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort")] = None,
     round_deadline: Annotated[float | None, setting("ROUND_DEADLINE", "Time limit of a round in seconds", "600", "SECONDS")] = None,
     mount: Annotated[list[str] | None, setting("MOUNTS", "Routes to add, for example `rollouts`", "none", "NAME")] = None,
     require: Annotated[
@@ -172,8 +172,7 @@ def status(
 @app.command(cls=Command)
 def replicas(
     wait: Annotated[
-        str | None,
-        typer.Option("--wait", metavar="VERSION", help="Wait until replicas serve this version (`run@7`) or a later one."),
+        str | None, typer.Option(metavar="VERSION", help="Wait until replicas serve this version (`run@7`) or a later one.")
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, metavar="COUNT", help="How many replicas must serve it; by default all that are known.")

@@ -26,7 +26,7 @@ def setting(variable: str, text: str, default: str | None, metavar: str | None =
 
 _URL = setting("COORDINATOR", "URL of the coordinator", "http://127.0.0.1:7400", "URL", "--coordinator", "-c")
 Coordinator = Annotated[str | None, _URL]
-CaFile = Annotated[Path | None, setting("CA_FILE", "CA certificates for an https coordinator", None, "PATH", "--ca-file")]
+CaFile = Annotated[Path | None, setting("CA_FILE", "CA certificates for an https coordinator", None, "PATH")]
 
 
 def _token_file(option: str, what: str, variable: str, without: str) -> Any:  # noqa: ANN401 - as typer.Option
@@ -115,14 +115,7 @@ def client_settings(coordinator: str | None, token_file: Path | None, ca_file: P
 
 Level = Literal["debug", "info", "warning", "error"]
 """Lowest severity that is logged."""
-LogLevel = Annotated[
-    Level,
-    typer.Option(
-        "--log-level",
-        metavar="LEVEL",
-        help="Lowest severity to log, on standard error: `debug`, `info`, `warning` or `error`.",
-    ),
-]
+LogLevel = Annotated[Level, typer.Option(help="Lowest severity to log, on standard error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")]
 
 

@@ -22,11 +22,9 @@ EngineKind = Literal["weightsync", "sglang", "lmdeploy", "vllm"]
 
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint, sharded or not, or one file.")],
-    to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
+    to: Annotated[list[str], typer.Option(metavar="URL", help="A server to update; may be repeated.")],
     engine: Annotated[EngineKind, typer.Option(help="Routes of the servers; `weightsync` and `vllm` verify every tensor.")],
-    label: Annotated[
-        str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER. Needed with sglang, vllm.")
-    ] = None,
+    label: Annotated[str | None, typer.Option(help="Version's label: a number, or RUN@NUMBER. Needed with sglang, vllm.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
     backend: Annotated[Literal["nccl", "gloo"], typer.Option(help="Transfer backend; `nccl` needs a local GPU.")] = "nccl",
     group: Annotated[str, typer.Option(help="Name of the process group.")] = "weightsync",

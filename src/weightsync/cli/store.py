@@ -34,7 +34,7 @@ class StoreCommand(Command):
 
 store_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="markdown", help="Look after stored versions.")
 
-_Store = Annotated[str | None, setting("STORE", "A folder, or s3://bucket/prefix", None, "WHERE", "--store")]
+_Store = Annotated[str | None, setting("STORE", "A folder, or s3://bucket/prefix", None, "WHERE")]
 _Run = Annotated[str | None, typer.Option(help="Id of the run [default: the only one in the store].")]
 _PUBLIC = "The run's public key, as `weightsync store key` prints it where the coordinator runs"
 _Key = Annotated[str | None, setting("STORE_PUBLIC_KEY", _PUBLIC, "the key that this user's coordinator keeps", "TEXT")]

@@ -326,11 +326,8 @@ def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> 
 
 def round_view(result: RoundResult) -> RenderableType:
     """One round: a row for each replica with milliseconds by phase. Delivery and errors follow the table."""
-    phases = [
-        name
-        for name in ("agree", "wait", "pause", "move", "verify", "commit")
-        if any(name in replica.phases for replica in result.replicas)
-    ]
+    known = {name for replica in result.replicas for name in replica.phases}
+    phases = [name for name in ("agree", "wait", "pause", "move", "verify", "commit") if name in known]
     rows = (
         (
             replica.name, _colored("failed") if replica.state == "dirty" else _state(replica), size(replica.nbytes),

@@ -419,7 +419,7 @@ def test_doctor_asks_the_coordinator_and_tries_the_token(server: BackgroundServe
 def test_doctor_says_on_which_address_a_trainer_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks("-c", "http://127.0.0.1:1")["data interface"]["value"].startswith("127.0.0.1, ")
     monkeypatch.setattr("weightsync.cli.doctor.reachable_address", lambda host, port: f"{host}:{port}")
-    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {"data interface": doctor._data_interface})
+    monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"data interface": (doctor._data_interface, "")})
     assert checks("-c", "http://head:1")["data interface"]["value"].startswith("head:1, which has the route to head")
     monkeypatch.setenv("WEIGHTSYNC_DATA_HOST", "lo")
     assert checks("-c", "http://head:1")["data interface"]["value"] == "127.0.0.1 (WEIGHTSYNC_DATA_HOST=lo)"
@@ -452,7 +452,6 @@ def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no such thing here")
 
     monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": (broken, "")})
-    monkeypatch.setattr("weightsync.cli.doctor._NETWORK", {})
     (finding,) = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")
     assert "no such thing here" in finding.value

@@ -183,7 +183,7 @@ def copied(stacks: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list
 def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A view of all matrices that lie evenly in memory, as experts do: torch copies it with all cores."""
     first, addresses = stack[0], [matrix.data_ptr() for matrix in stack]
-    steps = {other - one for one, other in pairwise(addresses)}
+    steps = {after - before for before, after in pairwise(addresses)}
     step = min(steps, default=first.nbytes)
     if len(steps) > 1 or step < first.nbytes or step % first.element_size() or not all(m.is_contiguous() for m in stack):
         return None

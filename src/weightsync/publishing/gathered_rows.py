@@ -29,7 +29,7 @@ Cut = tuple[slice, ...]
 
 
 @dataclass
-class _Gathering:
+class _RowGroup:
     """Shards, or parts of one, that are gathered together. They are neighbors in the region."""
 
     target: int
@@ -142,9 +142,9 @@ def _columns(layout: Layout, cuts: Sequence[tuple[int, Cut]]) -> tuple[Int64, In
 
 def _grouped(
     manifest: Manifest, shards: Sequence[Shard], layout: Layout, address: int, rows: Sequence[int], most: int
-) -> Iterator[_Gathering]:
+) -> Iterator[_RowGroup]:
     """Yield groups of at most about ``most`` bytes, which lie as they will in the region."""
-    group = _Gathering(0, 0, [], [], [])
+    group = _RowGroup(0, 0, [], [], [])
     for row in rows:
         width, target = int(manifest.itemsizes[layout.tensor[row]]), int(layout.offset[row]) + address
         for cut in chunks(shards[row].box.shape, max(most // width, 1)):
@@ -154,7 +154,7 @@ def _grouped(
             offset = target - group.target
             if group.cuts and (offset + size > most or offset - group.nbytes >= _ALIGNMENT):
                 yield group
-                group = _Gathering(0, 0, [], [], [])
+                group = _RowGroup(0, 0, [], [], [])
             if not group.cuts:
                 group.target, offset = target, 0
             group.cuts.append((row, cut))

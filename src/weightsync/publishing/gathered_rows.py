@@ -106,6 +106,8 @@ class GatheredRows:
                 if deadline is not None:
                     deadline.remaining("copying shards from their device")
                 sources = [self._shards[row].tensor[cut] if cut else self._shards[row].tensor for row, cut in group.cuts]
+                if self._digest is not None:
+                    self._gathered.zero_()  # what lies between rows crosses too
                 torch._foreach_copy_(group.places, sources)
                 last = first + len(group.cuts)
                 if self._digest is None:

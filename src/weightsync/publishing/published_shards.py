@@ -181,6 +181,11 @@ class PublishedShards(Publication):
         """Whether the rank's own memory is read, and not a copy."""
         return self._live is not None
 
+    def masters(self) -> Sequence[Shard]:
+        """Return the rank's shards as they are now, before a conversion. Raises as :meth:`follow` does."""
+        self.follow()
+        return self._masters
+
     def follow(self) -> None:
         """Take up the shards where they are now: a framework may have given parameters other memory since the last time.
 

@@ -302,7 +302,7 @@ class TokenAdmission:
             only, path = ("/metrics", "/metrics") if holder == "metrics" else (f"publishing the adapters {adapters}", AGENTS_PATH)
             if (holder == "metrics" or adapters) and not public and scope["path"] != path:
                 await problem(HTTPStatus.FORBIDDEN, "AuthenticationError", f"this token admits to {only} only")(
-                    scope, receive, send
+                    scope, receive, _last(send)
                 )
                 return
             await self._app({**scope, _HOLDER: (holder, self._challengers), ADAPTERS: adapters}, receive, send)

@@ -6,7 +6,6 @@ import itertools
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from msgspec import structs
 from weightsync.closing import Closeable
 from weightsync.config import Timeouts
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, ProtocolError, RoundFailed, VersionError
+from weightsync.errors import ConfigurationError, ProtocolError, RoundFailed, VersionError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name, lora_modules
@@ -25,6 +24,7 @@ from weightsync.publishing.published_shards import publishing_transports
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.lora_state import adapter_of, check_finite
 from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Network, Transport
 
 _numbers: weakref.WeakKeyDictionary[Trainer, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -55,6 +55,12 @@ class _AdapterPublisher(Trainer):
     def publish_adapter(self, spec: AdapterSpec, number: int | None, step: int | None, timeout: float | None) -> RoundResult:
         with self._turn(number, step, timeout, None) as (wanted, deadline):
             wanted = structs.replace(wanted, adapter=spec)
+            try:
+                if isinstance(self._role, TrainerRole):  # and no stream's
+                    check_finite(self._role.masters(), "the adapter")
+            except WeightSyncError as error:
+                self._tell_others(wanted, error, deadline)
+                raise
             with self._armed(wanted, deadline, copies=False) as placing:
                 return self._ask(wanted, deadline, placing)
 
@@ -138,7 +144,7 @@ class Adapters(Closeable):
             raise ConfigurationError("several ranks that publish an adapter without a Trainer need a common name: give source=...")
         self._publisher = _AdapterPublisher.of(source or uuid.uuid4().hex)(
             tensors, coordinator, token=token, rank=rank, world_size=world_size, dtype=dtype, transports=transports,
-            timeouts=timeouts, start_coordinator=False, offload=partial(check_finite, tensors, "the adapter"),
+            timeouts=timeouts, start_coordinator=False,
         )  # fmt: skip
         try:
             self._publisher.check_modules()

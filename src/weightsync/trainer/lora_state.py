@@ -12,7 +12,7 @@ from msgspec import structs
 
 from weightsync.errors import ConfigurationError
 from weightsync.model.lora import PREFIX, LoraConfig, lora_modules
-from weightsync.tensors.shards import FollowedShards, ShardedState, checkpoint_name
+from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name
 
 _MATRIX = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.([^.]+))?(?:\.weight)?")
 _PART_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(\.|\Z)")
@@ -101,9 +101,8 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_finite(tensors: State, what: str) -> None:
+def check_finite(shards: Iterable[Shard], what: str) -> None:
     """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite."""
-    _, shards = FollowedShards(tensors).now()
     # All in few launches, and one wait for the device: an adapter of experts has 18,000 matrices.
     largest = torch.nn.utils.get_total_norm([shard.tensor for shard in shards], math.inf)
     if not bool(largest.isfinite()):

@@ -7,22 +7,41 @@ which drops all adapters. It then gets the same object, whose scaling is folded 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import PackedLoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from weightsync.engines.module_loras import manifest_of_tensors
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.errors import ConfigurationError, LoadError
-from weightsync.model import Manifest
+from weightsync.model import Manifest, TensorSpec
 from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, lora_modules
+from weightsync.tensors.memory_views import bytes_at
 
 _OWN = "_weightsync_loras"
+_EXPERT_PARTS = 3  # gate, down and up, in vLLM's order
+_PIECE = 1 << 27
+"""Numbers in a piece of pinned memory that adapters share."""
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """How the matrices of an adapter lie in the memory that vLLM keeps. Each stack is of one shape."""
+
+    manifest: Manifest
+    modules: Mapping[str, str]
+    """Module of each matrix B."""
+    single: Sequence[Sequence[TensorSpec]]
+    """Stacks of one matrix, which vLLM takes by its name."""
+    experts: Mapping[str, Sequence[Sequence[TensorSpec]]]
+    """For a module of experts: A of gate, down and up, each of all experts, then B."""
 
 
 class WorkerLoras:
@@ -36,40 +55,71 @@ class WorkerLoras:
         self._models: dict[str, LoRAModel] = {}
         self._registered: set[str] = set()
         self._mapper = renames(getattr(manager.model, "hf_to_vllm_mapper", None))
+        self._arranged = _Arrangement(Manifest(()), {}, (), {})
+        """Of the adapter that was checked last, which is staged next."""
         setattr(manager, _OWN, self)
         _follow_loading()
 
     def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
         """See :meth:`EngineAdapter.check_lora`."""
-        modules = lora_modules(manifest)
         try:
             _helper(spec).validate_legal(self._config)
         except ValueError as error:
             raise ConfigurationError(f"vLLM does not serve {spec.name}: {error}") from None
+        if manifest == self._arranged.manifest:
+            return
         packed = {
             part: (whole, index, len(parts))
             for whole, parts in self._manager.packed_modules.items()
             for index, part in enumerate(parts)
         }
-        for module in modules:
-            name, _ = parse_fine_tuned_lora_name(module.a.name, self._mapper)
+        named = {parse_fine_tuned_lora_name(module.a.name, self._mapper)[0]: module for module in lora_modules(manifest)}
+        for name, module in named.items():
             whole, index, count = packed.get(name, (name.removesuffix(".base_layer"), 0, 1))
             layer = self._manager.modules.get(whole)
             if layer is None:
                 raise ConfigurationError(f"{spec.name} changes {module.name}, and this vLLM has no LoRA layer for it")
             if ".experts" not in name:
                 _check_extents(spec.name, module, layer.base_layer, index, count, self._config.max_lora_rank)
+        self._arranged = self._arrange(manifest, named)
+
+    def _arrange(self, manifest: Manifest, named: Mapping[str, LoraModule]) -> _Arrangement:
+        """``named`` has modules by vLLM's names."""
+        experts = dict[str, list[list[TensorSpec]]]()
+        for whole, parts in self._manager.packed_modules.items():
+            if self._stacks_experts(whole) and all(part in named for part in parts):
+                kinds = [[named[part] for part in parts[kind::_EXPERT_PARTS]] for kind in range(_EXPERT_PARTS)]
+                stacks = [[module.a for module in kind] for kind in kinds] + [[module.b for module in kind] for kind in kinds]
+                if all(len({given.shape for given in stack}) == 1 for stack in stacks):
+                    experts[whole] = stacks
+        stacked = {given.name for stacks in experts.values() for stack in stacks for given in stack}
+        single = [[given] for given in manifest if given.name not in stacked]
+        return _Arrangement(manifest, {module.b.name: module.name for module in named.values()}, single, experts)
+
+    def _stacks_experts(self, whole: str) -> bool:
+        """Whether vLLM stacks the matrices of gate, of down and of up of all experts: it has other ways for other models."""
+        layer = self._manager.modules.get(whole)
+        other = any(getattr(self._manager, name, False) for name in ("_is_non_gated_moe", "_enable_moe_shared_loras"))
+        return type(layer).__name__ == "FusedMoEWithLoRA" and not getattr(layer, "use_ep", True) and not other
 
     def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         """See :meth:`EngineAdapter.stage_lora`."""
-        copies = copied(tensors, self._config.lora_dtype)
-        for module in lora_modules(manifest_of_tensors(tensors)):
-            copies[module.b.name].mul_(spec.config.scaling(module.name))
+        arranged, rank = self._arranged, spec.config.rank
+        stacks = [*arranged.single, *(stack for stacks in arranged.experts.values() for stack in stacks)]
+        copies = copied([[tensors[given.name] for given in stack] for stack in stacks], self._config.lora_dtype)
+        for stack, copy in zip(stacks, copies, strict=True):
+            if stack[0].name in arranged.modules:
+                _scale(copy, [spec.config.scaling(arranged.modules[given.name]) for given in stack])
+        rest = iter(copies)
+        single = {stack[0].name: next(rest)[0] for stack in arranged.single}
         model = LoRAModel.from_lora_tensors(
-            1, copies, _helper(spec), device="cpu", dtype=self._config.lora_dtype,
+            1, single, _helper(spec), device="cpu", dtype=self._config.lora_dtype,
             model_vocab_size=self._vocabulary, weights_mapper=self._mapper,
             skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
         )  # fmt: skip
+        for module in arranged.experts:  # as vLLM does, one by one, in PackedLoRALayerWeights.pack_moe
+            a, b = ([next(rest) for _ in range(_EXPERT_PARTS)] for _ in "AB")
+            model.loras[module] = PackedLoRALayerWeights(module, rank, [rank] * _EXPERT_PARTS, a, b, [1.0] * _EXPERT_PARTS)
         # As vLLM does on its own thread when it takes an adapter. Steps would wait for it; the second time it finds nothing to do.
         self._manager._create_merged_loras_inplace(model)
         self._models[label] = model
@@ -113,20 +163,40 @@ def _helper(spec: AdapterSpec) -> PEFTHelper:
     return PEFTHelper(r=rank, lora_alpha=rank, target_modules=[], use_dora=spec.config.dora)
 
 
-def copied(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return copies in ``dtype``, in two pieces of memory that are pinned if there is a GPU: vLLM pins what is not, one by one.
+def copied(stacks: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return a copy in ``dtype`` of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one.
 
-    Matrices of experts, which vLLM stacks, do not share a piece with others: it is freed then.
+    They share pieces of memory, because torch rounds pinned memory up to a power of two, and pinning takes long.
     """
-    copies: dict[str, torch.Tensor] = {}
-    for experts in (False, True):
-        chosen = {name: tensor for name, tensor in tensors.items() if (".experts." in name) == experts}
-        flat = torch.empty(sum(tensor.numel() for tensor in chosen.values()), dtype=dtype, pin_memory=torch.cuda.is_available())
-        start = 0
-        for name, tensor in chosen.items():
-            copies[name] = flat[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-            start += tensor.numel()
+    sizes = [sum(tensor.numel() for tensor in stack) for stack in stacks]
+    copies, piece, left = list[torch.Tensor](), torch.empty(0), sum(sizes)
+    for stack, size in zip(stacks, sizes, strict=True):
+        if piece.numel() < size:
+            piece = torch.empty(max(size, min(left, _PIECE)), dtype=dtype, pin_memory=torch.cuda.is_available())
+        copy = piece[:size].view(len(stack), *stack[0].shape)
+        whole = _one_tensor(stack)
+        copies.append(torch.stack(list(stack), out=copy) if whole is None else copy.copy_(whole))
+        piece, left = piece[size:], left - size
     return copies
+
+
+def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of all matrices that lie evenly in memory, as experts do: torch copies it with all cores."""
+    first, addresses = stack[0], [matrix.data_ptr() for matrix in stack]
+    steps = {after - before for before, after in pairwise(addresses)}
+    step = min(steps, default=first.nbytes)
+    if len(steps) > 1 or step < first.nbytes or step % first.element_size() or not all(m.is_contiguous() for m in stack):
+        return None
+    memory = torch.from_numpy(bytes_at(addresses[0], addresses[-1] - addresses[0] + first.nbytes)).view(first.dtype)
+    return memory.as_strided((len(stack), *first.shape), (step // first.element_size(), *first.stride()))
+
+
+def _scale(stack: torch.Tensor, factors: Sequence[float]) -> None:
+    if len(set(factors)) > 1:
+        for matrix, factor in zip(stack, factors, strict=True):
+            matrix.mul_(factor)
+    elif factors[0] != 1:
+        stack.mul_(factors[0])
 
 
 def renames(mapper: Any) -> Any:  # noqa: ANN401 - vLLM's

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -28,6 +30,8 @@ from weightsync.protocol.worker import IncomingCall
 from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
 from weightsync.transports.host.memory import available_bytes
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SHOWN = 16
@@ -66,6 +70,7 @@ class LoraRole(SessionFront):
     ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do. ``report`` tells the coordinator.
     """
 
+    turn_seconds = math.inf  # a call may wait for one before it as long as it has time: these hang no round
     _points = "engine.lora"
 
     def __init__(
@@ -147,8 +152,12 @@ class LoraRole(SessionFront):
         if label in used:
             raise VersionError(f"this engine holds {label} already")
         if len(used) >= slots.slots:
-            raise ConfigurationError(
-                f"all {slots.slots} slots for adapters are in use ({', '.join(used[:_SHOWN])}): retire versions with "
+            owner = spec.name.partition("/")[0] + "/"
+            own = [name for name in used if name.startswith(owner)]
+            others = f"{len(used) - len(own)} by other owners{_shown(own)}"
+            _log.warning("%s finds no free slot: %s are in use", label, ", ".join(used))
+            raise ConfigurationError(  # that others publish here too is all that a tenant learns of them
+                f"all {slots.slots} slots for adapters are in use ({others}): retire versions with "
                 "Adapters.retire(name, keep=...), or give the engine more slots. A retired version's slot is free when the last "
                 "request that uses it has ended"
             )
@@ -276,6 +285,11 @@ def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: D
             "the engine's copies of an adapter have another dtype or shape than its tensors, so they cannot be digested"
         )
     return read[1]
+
+
+def _shown(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
+    return f", and by {', '.join(labels[:_SHOWN])}{more}" if labels else ""
 
 
 def _described(base: Version | None) -> str:

@@ -45,6 +45,7 @@ class Received:
     goes_on: threading.Event
     begun: threading.Event = field(default_factory=threading.Event)
     turn_seconds: float = 0.02
+    beside: bool = False
 
     def run(self, timeout: float) -> Body:
         self.begun.set()
@@ -65,15 +66,15 @@ class Rank:
 
     def receive(self, body: Body) -> IncomingCall:
         call = self.calls[-1]
-        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds)
+        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, call.beside)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
         socket: Socket = self.link._socket
         return socket
 
-    def call(self, goes_on: threading.Event, body: Body | None = None) -> asyncio.Task[Body]:
-        self.calls.append(Received(goes_on))
+    def call(self, goes_on: threading.Event, body: Body | None = None, *, beside: bool = False) -> asyncio.Task[Body]:
+        self.calls.append(Received(goes_on, beside=beside))
         return asyncio.ensure_future(self.link._dispatch(body or Resume(), SECONDS))
 
     async def hang(self) -> threading.Event:
@@ -111,6 +112,19 @@ async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
     hanging.set()
     await rank.drain()
     assert socket.codes == [CloseCode.SERVICE_RESTART]
+
+
+async def test_calls_beside_rounds_end_no_connection(rank: Rank) -> None:
+    """What a tenant lets hang would end the rounds of others."""
+    socket, hanging = rank.connect(), threading.Event()
+    call = rank.call(hanging, beside=True)
+    await asyncio.to_thread(rank.calls[-1].begun.wait, SECONDS)
+    with pytest.raises(DeadlineExceeded, match="did not get its turn"):
+        await rank.call(threading.Event(), beside=True)
+    hanging.set()
+    assert await call == Done()
+    assert rank.link._returning is None
+    assert socket.codes == []
 
 
 async def test_another_connection_is_left_alone(rank: Rank) -> None:

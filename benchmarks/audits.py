@@ -66,7 +66,8 @@ def measured(source: torch.nn.Module, target: torch.nn.Sequential, share: float,
 
 def rows(mebibytes: int, share: float, seconds: float, turns: int, device: str = "cpu") -> dict[str, float]:
     """Medians of all turns, of which half are without audits, and the lowest and the highest of the ratios of neighbours."""
-    source, target = (model(mebibytes).to(device) for _ in range(2))
+    with torch.device(device):  # 30 GB of random numbers take minutes on a CPU
+        source, target = model(mebibytes), model(mebibytes)
     assert isinstance(source, torch.nn.Sequential)
     assert isinstance(target, torch.nn.Sequential)
     found: dict[bool, list[float]] = {False: [], True: []}

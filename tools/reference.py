@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import typer.main
 import yaml
 
 from weightsync import config, errors
+from weightsync.cli.commands import choices_of
 from weightsync.cli.main import app as cli
 from weightsync.server import problems
 from weightsync.server.agent_metrics import AGENT_METRICS
@@ -194,9 +194,8 @@ def _kimi() -> str:
 
 def _parameter(parameter: Any) -> str:
     value = parameter.metavar or parameter.name.upper()
-    descriptor = getattr(parameter, "type_descriptor", None)
-    if isinstance(descriptor, type) and issubclass(descriptor, Enum):
-        value = "\\|".join(str(choice.value) for choice in descriptor)
+    if choices := choices_of(parameter):
+        value = "\\|".join(choices)
     if parameter.param_type_name == "argument":
         name = value if parameter.required else f"[{value}{'...' if parameter.nargs == -1 else ''}]"
     else:

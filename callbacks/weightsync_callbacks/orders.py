@@ -18,7 +18,8 @@ import msgspec
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
-from weightsync.external.clients import sglang, weightsync
+from weightsync.external.clients import sglang
+from weightsync.external.clients import weightsync as own
 from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall, destroy_group, init_group
 from weightsync.model import PauseMode, TensorSpec
 from weightsync_callbacks.broker import Answered, Name, Order
@@ -157,12 +158,12 @@ class UpdateServers:
             case "destroy_group":
                 calls = [destroy_group(_body(command, _Destroy).group_name)]
             case "pause" if self._kind == "sglang":
-                calls = [sglang.pause_generation(sglang.sglang_mode(_body(command, _PauseBody).mode)), sglang.begin()]
+                calls = [sglang.pause_generation(sglang.sglang_mode(_body(command, _PauseBody).mode)), sglang.BEGIN]
             case "pause":
-                calls = [weightsync.begin(None, None, _body(command, _PauseBody).mode, None)]
+                calls = [own.begin(None, None, _body(command, _PauseBody).mode, None)]
             case "continue":
                 _body(command, _Continue)
-                calls = [sglang.end(), sglang.continue_generation()] if self._kind == "sglang" else [weightsync.end()]
+                calls = [sglang.END, sglang.CONTINUE_GENERATION] if self._kind == "sglang" else [own.END]
             case _:
                 raise ConfigurationError(f"unknown order {command.kind!r}")
         return [[call] * len(self._engines) for call in calls]
@@ -176,7 +177,7 @@ class UpdateServers:
         if self._kind == "sglang":
             return sglang.update(specs, bucket.group_name, bucket.weight_version, last=bucket.finished, flattened=flattened)
         # weightsync's servers commit on ``continue``, not with the last bucket
-        return weightsync.update(specs, bucket.group_name, bucket.weight_version, flattened=flattened)
+        return own.update(specs, bucket.group_name, bucket.weight_version, flattened=flattened)
 
     def _from_disk(self, request: _Disk) -> HttpCall:
         """Return the request to load safetensors from a path below the checkpoint directory."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.commands import Program
+from weightsync.cli.commands import Command
 from weightsync.cli.options import JsonLast, Pausing
 from weightsync.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ class Part(StrEnum):
 _PARTS = "On several machines"
 
 
-@app.command(cls=Program)
+@app.command(cls=Command)
 def demo(
     trainer: Annotated[TrainerChoice, typer.Option(help="FSDP2, or Megatron-core with tensor parallelism.")] = TrainerChoice.fsdp,
     trainer_ranks: Annotated[int, typer.Option(min=1, help="Processes that train, each with a part of the model.")] = 2,
@@ -92,7 +92,7 @@ def demo(
     engine_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each replica; vllm only.")] = 1,
     model: Annotated[Architecture, typer.Option(help="Shape of the model.")] = Architecture.llama,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the output head is tied to the embeddings.")] = True,
-    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = Pausing.keep,
+    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests around an update.")] = "keep",
     optimizer: Annotated[OptimizerChoice, typer.Option(help="AdamW, or Muon for the layers' matrices.")] = OptimizerChoice.adamw,
     learning_rate: Annotated[float, typer.Option(help="Of the optimizer.")] = 4e-3,
     deltas: Annotated[
@@ -154,7 +154,7 @@ def demo(
         trainer_ranks=trainer_ranks, replicas=replicas, versions=versions, steps=steps, transport=transport.value,
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
-        pause_mode=pause_mode.value, optimizer="muon" if optimizer is OptimizerChoice.muon else "adamw",
+        pause_mode=pause_mode, optimizer="muon" if optimizer is OptimizerChoice.muon else "adamw",
         learning_rate=learning_rate, deltas=deltas, adapters=adapters, kill=kill,
         store=None if store is None else str(store.resolve()), kill_trainer=kill_trainer,
         seed=seed, timeout=timeout, json=json, token_file=token_file,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import EnumType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -43,33 +43,14 @@ def _examples() -> Iterator[None]:
         Markdown.elements = kept
 
 
-class HelpTexts:
-    """Mixin of the group and of every command, before Typer's class."""
-
-    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - click's own types have moved between packages
-        """Parameters, with flags shown without a value, and others with one word: ``--json``, ``--pause-mode MODE``."""
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in params:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-            elif not parameter.metavar and parameter.param_type_name == "option":
-                parameter.metavar = parameter.name.rpartition("_")[2].upper()
-                if isinstance(kind := parameter.type_descriptor.annotation, EnumType):
-                    parameter.help += f" One of {', '.join(map(str, kind.__members__.values()))}."
-        return params
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        """Print the help."""
-        with _examples():
-            super().format_help(ctx, formatter)  # type: ignore[misc]
-
-
 def exit_code(error: BaseException) -> int:
-    """Exit status for scripts: 2 for a wrong setting or token, 3 if the coordinator does not answer, 1 for all other errors."""
+    """Exit status for scripts: 2 for a wrong setting or token, 3 if no coordinator answers, 130 for Ctrl-C, 1 for other errors."""
     from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable
 
     if isinstance(error, ConfigurationError | AuthenticationError):
         return EXIT_CONFIGURATION
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     return EXIT_UNREACHABLE if isinstance(error, CoordinatorUnreachable) else EXIT_FAILED
 
 
@@ -89,8 +70,33 @@ def _report(kind: str, text: str, see: str = "", *, as_json: bool) -> None:
             console.print(line, soft_wrap=not console.is_terminal)  # a line each in files and pipes
 
 
-class _Reported:
-    """Mixin that prints errors in one style. Before Typer's class, for programs and for every command."""
+def choices_of(parameter: Any) -> Sequence[str]:  # noqa: ANN401 - Typer's
+    """Values among which an option chooses; none if it takes any."""
+    if not hasattr(parameter, "type_descriptor"):  # before Typer 0.29
+        return tuple(getattr(parameter.type, "choices", ()))
+    kind = parameter.type_descriptor.annotation
+    return tuple(kind) if isinstance(kind, EnumType) else get_args(kind) if get_origin(kind) is Literal else ()
+
+
+class _Styled:
+    """Mixin that prints help and errors in one style. Before Typer's class, for programs and for every command."""
+
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - click's own types have moved between packages
+        """Parameters, with flags shown without a value, and others with one word: ``--json``, ``--pause-mode MODE``."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in params:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+            elif not parameter.metavar and parameter.param_type_name == "option":
+                parameter.metavar = parameter.name.rpartition("_")[2].upper()
+                if choices := choices_of(parameter):
+                    parameter.help += f" One of {', '.join(choices)}."
+        return params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        """Print the help."""
+        with _examples():
+            super().format_help(ctx, formatter)  # type: ignore[misc]
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - click's type of this has moved between packages
         """Run a command.
@@ -102,15 +108,12 @@ class _Reported:
 
         try:
             return super().invoke(ctx)  # type: ignore[misc]
-        except WeightSyncError as error:
+        except (WeightSyncError, KeyboardInterrupt) as error:
             if ctx.find_root().params.get("debug"):
                 raise
-            _report(type(error).__name__, str(error), as_json=bool(ctx.params.get("json")))
+            if isinstance(error, WeightSyncError):
+                _report(type(error).__name__, str(error), as_json=bool(ctx.params.get("json")))
             raise typer.Exit(exit_code(error)) from None
-        except KeyboardInterrupt:
-            if ctx.find_root().params.get("debug"):
-                raise
-            raise typer.Exit(EXIT_INTERRUPTED) from None
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:  # noqa: ANN401
         """Run the program, see :class:`click.Command`."""
@@ -133,13 +136,9 @@ class _Reported:
             sys.exit(error.exit_code)
 
 
-class Command(_Reported, HelpTexts, TyperCommand):
-    """A command of ``weightsync``."""
+class Command(_Styled, TyperCommand):
+    """A command of ``weightsync``, or a program with one command."""
 
 
-class CommandGroup(_Reported, HelpTexts, TyperGroup):
+class CommandGroup(_Styled, TyperGroup):
     """A program with several commands."""
-
-
-class Program(_Reported, HelpTexts, TyperCommand):
-    """A program with one command."""

@@ -8,10 +8,9 @@ import platform
 import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +22,7 @@ from weightsync.protocol.round_log import size
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, Status, ask_coordinator, find_release
+from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.transports.hostinfo import own_address, reachable_address, text_of
 
 _FEW_FILES = 4096
@@ -38,14 +38,11 @@ _Outcome = tuple[Status, str] | tuple[Status, str, str]
 def examine(settings: ClientSettings) -> list[Finding]:
     """Run all checks. A check that raises becomes a finding with status ``unknown``."""
     findings: list[Finding] = []
-    network: dict[str, tuple[Callable[[], _Outcome], str]] = {
-        name: (partial(check, settings), "") for name, check in _NETWORK.items()
-    }
-    for name, (check, cost) in {**_CHECKS, **network}.items():
+    for name, (check, cost) in _CHECKS.items():
         outcome: _Outcome = "missing", "cannot check without torch"
         try:
             if name not in _WITH_TORCH or importlib.util.find_spec("torch") is not None:
-                outcome = check()
+                outcome = check(settings) if name in _WITH_SETTINGS else check()
         except Exception as error:  # noqa: BLE001 - reported as a finding
             outcome = "unknown", f"{type(error).__name__}: {error}", "the check failed; please report this"
         status, value, *impact = outcome
@@ -182,18 +179,12 @@ def _bind(family: socket.AddressFamily, host: str) -> _Outcome:
 
 def _reverse_lookup() -> _Outcome:
     """Time the lookup that torch makes for each connection of a process group."""
-    over, started = threading.Event(), time.monotonic()
-
-    def look_up() -> None:
-        with suppress(OSError):
-            socket.getnameinfo((_MAPPED_LOOPBACK, 0), 0)
-        over.set()
-
-    threading.Thread(target=look_up, daemon=True).start()
-    over.wait(_LONGEST_LOOKUP)
+    threads, started = DaemonThreads(1, "weightsync-lookup"), time.monotonic()
+    lookup = threads.submit(partial(socket.getnameinfo, (_MAPPED_LOOPBACK, 0), 0))
+    wait([lookup], _LONGEST_LOOKUP)
     seconds = time.monotonic() - started
     if seconds > _SLOW_LOOKUP:
-        return "limited", f"{_MAPPED_LOOPBACK} takes {'' if over.is_set() else 'more than '}{seconds:.1f} s"
+        return "limited", f"{_MAPPED_LOOPBACK} takes {'' if lookup.done() else 'more than '}{seconds:.1f} s"
     return "ok", f"{_MAPPED_LOOPBACK} takes {milliseconds(seconds)}"
 
 
@@ -226,7 +217,7 @@ def _data_interface(settings: ClientSettings) -> _Outcome:
     return "ok", f"{address}, which has the route to {where.host}; WEIGHTSYNC_DATA_HOST selects another"
 
 
-_CHECKS: dict[str, tuple[Callable[[], _Outcome], str]] = {
+_CHECKS: dict[str, tuple[Callable[..., _Outcome], str]] = {
     "python": (_python, ""),
     "torch": (_torch, "only the coordinator can run here, no trainer or engine: pip install torch"),
     "cpu cores": (_cores, "ranks on this machine copy and digest one after the other"),
@@ -250,11 +241,9 @@ _CHECKS: dict[str, tuple[Callable[[], _Outcome], str]] = {
     "numba": (partial(_package, "numba"), "digests and copies on the CPU cannot be compiled: pip install numba"),
     "ray": (partial(_package, "ray"), "needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),
     "vllm": (_vllm, f"needed only to serve with vLLM; tested: {releases_tested('vllm')}"),
+    "coordinator": (lambda settings: _outcome(ask_coordinator("coordinator", settings)), ""),
+    "data interface": (_data_interface, ""),
 }  # fmt: skip
 """Each check, and the impact if its status is not ``ok``."""
-_WITH_TORCH = ("gpus", "peer access", "nccl", "nixl")
-
-_NETWORK: dict[str, Callable[[ClientSettings], _Outcome]] = {
-    "coordinator": lambda settings: _outcome(ask_coordinator("coordinator", settings)),
-    "data interface": _data_interface,
-}
+_WITH_TORCH, _WITH_SETTINGS = ("gpus", "peer access", "nccl", "nixl"), ("coordinator", "data interface")
+"""Checks that need torch, and those that are given the settings."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import secrets
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,7 +19,6 @@ from weightsync.cli.options import (
     CaFile,
     Coordinator,
     Json,
-    Level,
     LogJson,
     LogLevel,
     OperatorTokenFile,
@@ -31,6 +29,7 @@ from weightsync.cli.options import (
     client_settings,
     configure_logs,
     operator_in,
+    setting,
     token_in,
 )
 from weightsync.cli.push import push
@@ -43,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_TO_REQUESTS = "What an update does to running requests, unless the trainer decides"
 
 
 def add_bench_commands(app: typer.Typer) -> None:
@@ -94,64 +95,29 @@ def root(
 
 @app.command(cls=Command)
 def serve(
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; any but loopback requires a token [env: WEIGHTSYNC_HOST; default 127.0.0.1]."),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port; 0 selects a free one [env: WEIGHTSYNC_PORT; default 7400]."),
-    ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Id of the run, part of every version's label [env: WEIGHTSYNC_RUN; default: a new one]."),
-    ] = None,
+    host: Annotated[str | None, setting("HOST", "Address to listen on; any but loopback requires a token", "127.0.0.1")] = None,
+    port: Annotated[int | None, setting("PORT", "Port; 0 selects a free one", "7400")] = None,
+    run: Annotated[str | None, setting("RUN", "Id of the run, part of every version's label", "a new one", "ID")] = None,
     token_file: ServedTokenFile = None,
     operator_token_file: ServedOperatorTokenFile = None,
     tls_certificate: Annotated[
-        Path | None,
-        typer.Option("--tls-cert", metavar="PATH", help="Serve https with this chain (PEM) [env: WEIGHTSYNC_TLS_CERTIFICATE]."),
+        Path | None, setting("TLS_CERTIFICATE", "Serve https with this chain (PEM)", None, "PATH", "--tls-cert")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM) [env: WEIGHTSYNC_TLS_KEY].")] = None,
-    pause_mode: Annotated[
-        Pausing | None,
-        typer.Option(
-            metavar="MODE",
-            help="What an update does to running requests, unless the trainer decides: `abort`, `wait` or `keep` them "
-            "[env: WEIGHTSYNC_PAUSE_MODE; default abort].",
-        ),
-    ] = None,
-    round_deadline: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Time limit of a round in seconds [env: WEIGHTSYNC_ROUND_DEADLINE; default 600]."),
-    ] = None,
-    mount: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Routes to add, for example `rollouts` [env: WEIGHTSYNC_MOUNTS; default none]."),
-    ] = None,
+    tls_key: Annotated[Path | None, setting("TLS_KEY", "Key of the certificate (PEM)", None)] = None,
+    pause_mode: Annotated[Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort")] = None,
+    round_deadline: Annotated[float | None, setting("ROUND_DEADLINE", "Time limit of a round in seconds", "600", "SECONDS")] = None,
+    mount: Annotated[list[str] | None, setting("MOUNTS", "Routes to add, for example `rollouts`", "none", "NAME")] = None,
     require: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Replicas that must succeed in a round: `all`, `any`, or a number [env: WEIGHTSYNC_REQUIRE; default any].",
-        ),
+        str | None, setting("REQUIRE", "Replicas that must succeed in a round: `all`, `any`, or a number", "any", "COUNT")
     ] = None,
     max_unavailable: Annotated[
-        int | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Replicas that may be out of service at the same time [env: WEIGHTSYNC_MAX_UNAVAILABLE; default all].",
-        ),
+        int | None, setting("MAX_UNAVAILABLE", "Replicas that may be out of service at the same time", "all", "COUNT")
     ] = None,
     state_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Folder of the history of rounds; `off` keeps it in memory [env: WEIGHTSYNC_STATE_DIR; default the user's state "
-            "folder].",
-        ),
+        setting("STATE_DIR", "Folder of the history of rounds; `off` keeps it in memory", "the user's state folder", "PATH"),
     ] = None,
-    log_level: LogLevel = Level.info,
+    log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
     """Run the coordinator. Trainers and engines connect to it; no tensor passes through it.
@@ -177,7 +143,7 @@ def serve(
     serve_forever(
         host=host, port=port, run=run, token=token_in(token_file),
         operator_token=token_in(operator_token_file, "--operator-token-file"), tls_certificate=tls_certificate, tls_key=tls_key,
-        pause_mode=None if pause_mode is None else pause_mode.value, round_deadline=round_deadline,
+        pause_mode=pause_mode, round_deadline=round_deadline,
         require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None, state_dir=state_dir,
     )  # fmt: skip
 
@@ -206,8 +172,7 @@ def status(
 @app.command(cls=Command)
 def replicas(
     wait: Annotated[
-        str | None,
-        typer.Option("--wait", metavar="VERSION", help="Wait until replicas serve this version (`run@7`) or a later one."),
+        str | None, typer.Option(metavar="VERSION", help="Wait until replicas serve this version (`run@7`) or a later one.")
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, metavar="COUNT", help="How many replicas must serve it; by default all that are known.")
@@ -321,22 +286,12 @@ def trace(
     write_trace(client_settings(coordinator, token_file, ca_file), number, out)
 
 
-class TokenPart(StrEnum):
-    """Parts of the output of ``weightsync token``."""
-
-    token = "token"
-    source = "source"
-    page = "page"
-    operator = "operator"
-    metrics = "metrics"
-
-
 @app.command(cls=Command)
 def token(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     only: Annotated[
-        TokenPart | None,
+        Literal["token", "source", "page", "operator", "metrics"] | None,
         typer.Option(help="Print only one part: a token, the file or variable that holds the first one, or the link."),
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Print a new random token, and ask no coordinator.")] = False,
@@ -364,10 +319,9 @@ def token(
     if new:
         return typer.echo(secrets.token_urlsafe(32))
     option = None if token_file is None else str(token_file)
-    part = None if only is None else only.value
     if adapters is not None:
         return show_limited_token(client_settings(coordinator, token_file, None), option, adapters)
-    show_token(client_settings(coordinator, token_file, None), option, part=part, as_json=json)
+    show_token(client_settings(coordinator, token_file, None), option, part=only, as_json=json)
 
 
 @app.command(cls=Command)

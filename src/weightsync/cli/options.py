@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import json
+import logging
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from weightsync.config import ClientSettings, Secret
-import json
-import logging
-from datetime import UTC, datetime
 
 
-class Pausing(StrEnum):
-    """What a pause does to running requests."""
-
-    abort = "abort"
-    wait = "wait"
-    keep = "keep"
+Pausing = Literal["abort", "wait", "keep"]
+"""What a pause does to running requests: :data:`weightsync.model.PauseMode`, whose package imports numpy."""
 
 
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        "-c",
-        metavar="URL",
-        help="URL of the coordinator [env: WEIGHTSYNC_COORDINATOR; default http://127.0.0.1:7400].",
-    ),
-]
-CaFile = Annotated[
-    Path | None,
-    typer.Option("--ca-file", metavar="PATH", help="CA certificates for an https coordinator [env: WEIGHTSYNC_CA_FILE]."),
-]
+def setting(variable: str, text: str, default: str | None, metavar: str | None = None, *names: str) -> Any:  # noqa: ANN401
+    """An option of a setting. Without it the variable ``WEIGHTSYNC_<variable>`` counts, and without this the ``default``."""
+    otherwise = "" if default is None else f"; default {default}"
+    return typer.Option(*names, metavar=metavar, help=f"{text} [env: WEIGHTSYNC_{variable}{otherwise}].")
+
+
+_URL = setting("COORDINATOR", "URL of the coordinator", "http://127.0.0.1:7400", "URL", "--coordinator", "-c")
+Coordinator = Annotated[str | None, _URL]
+CaFile = Annotated[Path | None, setting("CA_FILE", "CA certificates for an https coordinator", None, "PATH")]
 
 
 def _token_file(option: str, what: str, variable: str, without: str) -> Any:  # noqa: ANN401 - as typer.Option
@@ -122,23 +113,9 @@ def client_settings(coordinator: str | None, token_file: Path | None, ca_file: P
     return ClientSettings.load(coordinator=coordinator, token=token_in(token_file), ca_file=ca_file)
 
 
-class Level(StrEnum):
-    """Lowest severity that is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-LogLevel = Annotated[
-    Level,
-    typer.Option(
-        "--log-level",
-        metavar="LEVEL",
-        help="Lowest severity to log, on standard error: `debug`, `info`, `warning` or `error`.",
-    ),
-]
+Level = Literal["debug", "info", "warning", "error"]
+"""Lowest severity that is logged."""
+LogLevel = Annotated[Level, typer.Option(help="Lowest severity to log, on standard error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")]
 
 
@@ -163,4 +140,4 @@ def configure_logs(level: Level, as_json: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("weightsync").setLevel(level.value.upper())
+    logging.getLogger("weightsync").setLevel(level.upper())

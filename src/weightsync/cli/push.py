@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,36 +16,22 @@ if TYPE_CHECKING:
     from weightsync.external.clients.base import UpdateClient
 
 
-class EngineKind(StrEnum):
-    """Routes that the servers implement."""
-
-    weightsync = "weightsync"
-    sglang = "sglang"
-    lmdeploy = "lmdeploy"
-    vllm = "vllm"
-
-
-class GroupBackend(StrEnum):
-    """Backend of the process group that transfers the bytes."""
-
-    nccl = "nccl"
-    gloo = "gloo"
+EngineKind = Literal["weightsync", "sglang", "lmdeploy", "vllm"]
+"""Routes that the servers implement."""
 
 
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory with a safetensors checkpoint, sharded or not, or one file.")],
-    to: Annotated[list[str], typer.Option("--to", metavar="URL", help="A server to update; may be repeated.")],
+    to: Annotated[list[str], typer.Option(metavar="URL", help="A server to update; may be repeated.")],
     engine: Annotated[EngineKind, typer.Option(help="Routes of the servers; `weightsync` and `vllm` verify every tensor.")],
-    label: Annotated[
-        str | None, typer.Option("--label", help="The version's label: a number, or RUN@NUMBER. Needed with sglang, vllm.")
-    ] = None,
+    label: Annotated[str | None, typer.Option(help="Version's label: a number, or RUN@NUMBER. Needed with sglang, vllm.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Engine ranks behind each URL (tensor times pipeline parallel).")] = 1,
-    backend: Annotated[GroupBackend, typer.Option(help="Transfer backend; `nccl` needs a local GPU.")] = GroupBackend.nccl,
+    backend: Annotated[Literal["nccl", "gloo"], typer.Option(help="Transfer backend; `nccl` needs a local GPU.")] = "nccl",
     group: Annotated[str, typer.Option(help="Name of the process group.")] = "weightsync",
     address: Annotated[
         str | None, typer.Option(help="This machine's address as seen by the servers [default: by the route to each].")
     ] = None,
-    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests.")] = Pausing.abort,
+    pause_mode: Annotated[Pausing, typer.Option(help="What happens to running requests.")] = "abort",
     bucket: Annotated[str, typer.Option(help="Size of a bucket; two are held in memory.")] = "256MiB",
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of the whole update in seconds.")] = 3600.0,
     step_timeout: Annotated[float, typer.Option(min=1, help="Time limit of one bucket or request in seconds.")] = 300.0,
@@ -86,27 +71,27 @@ def push(
     from weightsync.external.clients.weightsync import WeightUpdateClient
     from weightsync.external.push import push as push_all
 
-    kinds: dict[str, Callable[..., UpdateClient]] = {
+    kinds: dict[EngineKind, Callable[..., UpdateClient]] = {
         "weightsync": WeightUpdateClient, "sglang": SGLangClient, "lmdeploy": LMDeployClient, "vllm": VLLMClient,
     }  # fmt: skip
     if len(set(to)) != len(to):
         raise ConfigurationError("--to names a server twice")
-    if engine in (EngineKind.sglang, EngineKind.vllm) and label is None:
+    if engine in ("sglang", "vllm") and label is None:
         raise ConfigurationError("SGLang and vLLM need a version label: give --label")
-    if backend is GroupBackend.nccl and not torch.cuda.is_available():
+    if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError("--backend nccl needs a GPU, but there is none; use --backend gloo if the servers support it")
     token = token_in(token_file)
     nbytes = parse_size(bucket)
-    device = torch.device("cuda") if backend is GroupBackend.nccl else None
+    device = torch.device("cuda") if backend == "nccl" else None
     with ExitStack() as opened:
         source = opened.enter_context(CheckpointFiles(checkpoint, follow_links=follow_links, allow_sparse=allow_sparse))
-        options: dict[str, Any] = {"token": token, "group": group, "backend": backend.value, "ranks": ranks, "address": address}
-        clients = [opened.enter_context(kinds[engine](url, device=device, **options)) for url in to]
+        options = {"token": token, "group": group, "backend": backend, "ranks": ranks, "address": address, "device": device}
+        clients = [opened.enter_context(kinds[engine](url, **options)) for url in to]
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         bar = opened.enter_context(Progress(*columns, console=Console(stderr=True), disable=json))
         sent = bar.add_task("push", total=source.manifest.nbytes)
         results = push_all(
-            source, clients, label, mode=pause_mode.value, bucket_bytes=nbytes, timeout=timeout, step_timeout=step_timeout,
+            source, clients, label, mode=pause_mode, bucket_bytes=nbytes, timeout=timeout, step_timeout=step_timeout,
             progress=lambda nbytes: bar.advance(sent, nbytes),
         )  # fmt: skip
     ok = all(result.ok for result in results)

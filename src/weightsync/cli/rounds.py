@@ -15,7 +15,6 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
 from weightsync.server.client import Client
 from weightsync.server.history import MOST_ROUNDS
-from weightsync.spans import Span
 
 
 def list_rounds(settings: ClientSettings, count: int, run: str | None, *, as_json: bool) -> None:
@@ -83,16 +82,13 @@ def _events(trace: RoundTrace, track: Track, process: int, before: int, name: st
             lanes.append(0.0)
             yield _named("thread_name", process, before + lane + 1, name if lane == 0 else f"{name} ({lane + 1})")
         lanes[lane] = span.start + span.seconds
+        read = {"transport": span.transport, "bytes": span.nbytes} if span.transport else {}
         yield {
             "name": span.name if not span.source or track.party == "replica" else f"{span.name} {span.source}",
             "cat": track.party, "ph": "X", "pid": process, "tid": before + lane + 1,
             "ts": 1e6 * (trace.started + span.start), "dur": 1e6 * span.seconds,
-            "args": {"member": track.member, "busy_us": 1e6 * span.busy, **_read(span), **clock},
+            "args": {"member": track.member, "busy_us": 1e6 * span.busy, **read, **clock},
         }  # fmt: skip
-
-
-def _read(span: Span) -> dict[str, Any]:
-    return {"transport": span.transport, "bytes": span.nbytes} if span.transport else {}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightsync.cli.commands import Command, CommandGroup
-from weightsync.cli.options import Json
+from weightsync.cli.options import Json, setting
 from weightsync.errors import ConfigurationError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -34,19 +34,10 @@ class StoreCommand(Command):
 
 store_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="markdown", help="Look after stored versions.")
 
-_Store = Annotated[
-    str | None,
-    typer.Option("--store", metavar="WHERE", help="A folder, or s3://bucket/prefix [env: WEIGHTSYNC_STORE]."),
-]
+_Store = Annotated[str | None, setting("STORE", "A folder, or s3://bucket/prefix", None, "WHERE")]
 _Run = Annotated[str | None, typer.Option(help="Id of the run [default: the only one in the store].")]
-_Key = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="The run's public key, as `weightsync store key` prints it where the coordinator runs [env: "
-        "WEIGHTSYNC_STORE_PUBLIC_KEY; default: the key that this user's coordinator keeps].",
-    ),
-]
+_PUBLIC = "The run's public key, as `weightsync store key` prints it where the coordinator runs"
+_Key = Annotated[str | None, setting("STORE_PUBLIC_KEY", _PUBLIC, "the key that this user's coordinator keeps", "TEXT")]
 _Version = Annotated[str | None, typer.Argument(metavar="VERSION", help="`7`, or `RUN@7` [default: the newest].")]
 _Timeout = Annotated[float, typer.Option(help="Seconds for everything.")]
 _DAY = 86400.0

@@ -16,17 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.coordinator.events import (
-    Audited,
-    Event,
-    Joined,
-    Left,
-    ReplicaBytes,
-    ReplicaEnded,
-    ReplicaPhase,
-    RoundEnded,
-    RoundStarted,
-)
+from weightsync.coordinator import events
 from weightsync.coordinator.status import RankStatus, ReplicaStatus, Status
 from weightsync.errors import readable
 from weightsync.model import FIRST_EPOCH, in_words, milliseconds
@@ -326,11 +316,8 @@ def _failure(result: RoundResult, shown: Collection[tuple[str, str | None]]) -> 
 
 def round_view(result: RoundResult) -> RenderableType:
     """One round: a row for each replica with milliseconds by phase. Delivery and errors follow the table."""
-    phases = [
-        name
-        for name in ("agree", "wait", "pause", "move", "verify", "commit")
-        if any(name in replica.phases for replica in result.replicas)
-    ]
+    known = {name for replica in result.replicas for name in replica.phases}
+    phases = [name for name in ("agree", "wait", "pause", "move", "verify", "commit") if name in known]
     rows = (
         (
             replica.name, _colored("failed") if replica.state == "dirty" else _state(replica), size(replica.nbytes),
@@ -360,34 +347,34 @@ def _outcome(result: RoundResult) -> Text:
     return Text("ok", style="green") if result.ok else plain_text(result.error or "failed", "red")
 
 
-def event_line(event: Event) -> str:
+def event_line(event: events.Event) -> str:
     """Format one event as one line, whatever its texts contain."""
     return " ".join(readable(_event_line(event)).split())
 
 
-def _event_line(event: Event) -> str:
+def _event_line(event: events.Event) -> str:
     match event:
-        case Joined():
+        case events.Joined():
             return f"{event.member} joined"
-        case Left():
+        case events.Left():
             return f"{event.member} left: {event.reason}"
-        case RoundStarted():
+        case events.RoundStarted():
             what = "bringing" if event.seeding else "publishing"
             version, whom = _number(event.number, event.epoch), ", ".join(event.replicas) or "no replica"
             return f"round {event.round}: {what} version {version} to {whom}"
-        case ReplicaPhase():
+        case events.ReplicaPhase():
             return f"round {event.round}: {event.replica}: {event.phase}"
-        case ReplicaBytes():
+        case events.ReplicaBytes():
             return f"{event.replica}: {size(event.nbytes)} of {size(event.total)}"
-        case ReplicaEnded():
+        case events.ReplicaEnded():
             result = event.result
             how = f" ({result.verified})" if result.verified else ""
             end = f": {result.error}" if result.error else f", version {_number(result.version, result.epoch)}{how}"
             return f"round {event.round}: {result.name}: {in_words(result.state)}{end}"
-        case Audited():
+        case events.Audited():
             reason = f": {event.error}" if event.error else ""
             return f"{event.replica}: its weights were read again in {event.seconds:.3f} s{reason}"
-        case RoundEnded():
+        case events.RoundEnded():
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"
             nbytes, seconds = event.result.nbytes, event.result.seconds

@@ -8,7 +8,7 @@ import typer
 from weightsync.config import ClientSettings, Secret, SecretKind, token_source
 from weightsync.errors import AuthenticationError
 from weightsync.protocol.proof import limited
-from weightsync.protocol.tokens import find_token, is_loopback, login_url, secret_of, token_path
+from weightsync.protocol.tokens import is_loopback, login_url, secret_of, token_path
 
 
 class FoundToken(msgspec.Struct, frozen=True):
@@ -37,18 +37,14 @@ def find(settings: ClientSettings, option: str | None) -> FoundToken:
     Raises:
         AuthenticationError: There is no token for workers.
     """
-    token, where = settings.token, settings.coordinator
-    if token is None:
-        token = find_token(where)
-        source = str(token_path(where.port))
-    else:
-        source = option or token_source() or ""
-    if token is None:
+    token, source = _held(settings, "token")
+    if token is None or source is None:
         raise AuthenticationError(_missing(settings))
-    return FoundToken(token.reveal(), source, login_url(where, token), *_other(settings, "operator"), *_other(settings, "metrics"))
+    page = login_url(settings.coordinator, Secret(token))
+    return FoundToken(token, option or source, page, *_held(settings, "operator"), *_held(settings, "metrics"))
 
 
-def _other(settings: ClientSettings, kind: SecretKind) -> tuple[str | None, str | None]:
+def _held(settings: ClientSettings, kind: SecretKind) -> tuple[str | None, str | None]:
     """The secret of a kind and its source."""
     secret = secret_of(settings, kind)
     if secret is None:
@@ -91,9 +87,6 @@ def show_token(settings: ClientSettings, option: str | None, *, part: str | None
             raise AuthenticationError(f"this process finds no {part} token for the coordinator at {settings.coordinator}")
         typer.echo(getattr(located, part))
     else:
-        lines = [("token", located.token), ("from", located.source), ("page", located.page)]
-        if located.operator is not None:
-            lines += [("operator", located.operator), ("from", str(located.operator_source))]
-        if located.metrics is not None:
-            lines += [("metrics", located.metrics), ("from", str(located.metrics_source))]
-        typer.echo("\n".join(f"{name:<8}  {text}" for name, text in lines))
+        names = ("token", "from", "page", "operator", "from", "metrics", "from")  # of the fields, in their order
+        lines = zip(names, msgspec.structs.astuple(located), strict=True)
+        typer.echo("\n".join(f"{name:<8}  {text}" for name, text in lines if text is not None))

@@ -42,6 +42,8 @@ _MOST_OFFERS = 64
 _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
+_LONGEST_SHOWN = 60
+_OFFERS_OF_LIMITED = frozenset({"tcp", "shared_memory"})
 _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
@@ -74,7 +76,16 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
             raise AuthenticationError(
                 f"this token admits to publishing the adapters {limits} only, not to a rank of role {hello.role}"
             )
-        hello = structs.replace(hello, name=f"{hello.name} ({limits.replace('/', ':')})")
+        hello = structs.replace(
+            hello,
+            name=f"{hello.name} ({limits.replace('/', ':') if len(limits) <= _LONGEST_SHOWN else known_as(limits)[:32]})",
+            # An engine would open any other with credentials of its own.
+            offers=tuple(offer for offer in hello.offers if offer.scheme in _OFFERS_OF_LIMITED),
+        )
+        if len(hello.name) > _LONGEST:
+            raise ProtocolError(
+                f"a source's name and the limits of its token have {len(hello.name)} characters; {_LONGEST} are allowed"
+            )
     if not (0 <= hello.rank < hello.world_size <= _MOST_RANKS[hello.role]):
         most = _MOST_RANKS[hello.role]
         raise ProtocolError(f"{hello.name} reports rank {hello.rank} of {hello.world_size}; at most {most:,} ranks are allowed")
@@ -128,8 +139,8 @@ def _check_texts(hello: Hello) -> None:
     if hello.url and ROUTED_URL.fullmatch(hello.url) is None:
         raise ProtocolError(f"{hello.name} sent a URL that no router can use: {hello.url[:80]!r}")
     loras = [version for held in hello.loras for version in (held.version, held.spec.base)]
-    for held in hello.loras:
-        check_adapter_name(held.version.run)
+    for name in (*(held.version.run for held in hello.loras), *hello.taken_loras):
+        check_adapter_name(name)
     for version in (hello.serving, hello.version, *loras):
         if version is None:
             continue
@@ -158,6 +169,8 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
                 rank.check(body.name)
             elif isinstance(body, Publish | CannotPublish):
                 rank.check(_adapter_of(body))
+                if isinstance(body, Publish) and body.adapter is not None:
+                    rank.check_scalings(body.adapter.config)
             return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
             return coordinator.loras.refused(rank, body)

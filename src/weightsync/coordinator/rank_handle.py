@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from weightsync.config import Secret
 from weightsync.coordinator.answers import check_answer
+from weightsync.coordinator.lora_drops import DropQueue
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
 from weightsync.coordinator.status import RankStatus
 from weightsync.deadline import Deadline
@@ -56,6 +57,7 @@ class RankHandle(Generic[R]):
         self.transports: tuple[str, ...] = ()
         self.loras = {adapter_label(held.version.run, held.version.number): held for held in node.rank.hello.loras}
         """Versions of adapters that an engine rank is known to serve, by label."""
+        self.drops = DropQueue(self)
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome

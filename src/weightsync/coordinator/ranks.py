@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Protocol, TypeVar
 
-from weightsync.errors import AuthenticationError
+from weightsync.errors import AuthenticationError, ConfigurationError, readable
 from weightsync.model import Layout, Manifest
+from weightsync.model.lora import LoraConfig, lora_modules
 from weightsync.protocol.messages import Body, Hello
 
 R_co = TypeVar("R_co", covariant=True)
@@ -49,6 +51,18 @@ class AdapterRank(TrainerRank):
         """Raise :class:`~weightsync.errors.AuthenticationError` unless this rank may publish and retire adapters of this name."""
         if self.limits and not any(fnmatchcase(name, pattern) for pattern in self.limits.split(",")):
             raise AuthenticationError(f"{name} is not among the adapters that this token admits to: {self.limits}")
+
+    @cached_property
+    def _modules(self) -> frozenset[str]:
+        return frozenset(module.name for module in lora_modules(self.manifest))
+
+    def check_scalings(self, config: LoraConfig) -> None:
+        """Raise :class:`~weightsync.errors.ConfigurationError` unless ``config`` scales modules of this rank's adapter only.
+
+        Every engine that serves it keeps the configuration, and repeats it when it joins.
+        """
+        if strange := sorted(config.scalings.keys() - self._modules) if config.scalings else []:
+            raise ConfigurationError(f"the adapter has no module {readable(strange[0], 200)}, for which a scaling is given")
 
 
 @dataclass(frozen=True)

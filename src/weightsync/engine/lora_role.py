@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -29,8 +31,11 @@ from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
 from weightsync.transports.host.memory import available_bytes
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _SHOWN = 16
+_REMEMBERED = 1 << 16  # names; a Hello has room for so many
 
 
 class _NoWeights(EngineAdapter):
@@ -65,6 +70,7 @@ class LoraRole(SessionFront):
     ``base`` returns the version that the rank holds. ``context`` makes readers as rounds do. ``report`` tells the coordinator.
     """
 
+    turn_seconds = math.inf  # a call may wait for one before it as long as it has time: these hang no round
     _points = "engine.lora"
 
     def __init__(
@@ -88,6 +94,7 @@ class LoraRole(SessionFront):
         self._prepared: tuple[AdapterSpec, int] | None = None
         self._staged: tuple[str, AdapterSpec] | None = None
         self._served: dict[str, HeldLora] = {}
+        self._taken: dict[str, int] = {}
         self._visible = threading.Lock()
         """Held while versions become visible or are refused: the base does not change in between."""
 
@@ -100,6 +107,11 @@ class LoraRole(SessionFront):
     def served(self) -> tuple[HeldLora, ...]:
         """Versions that requests may use."""
         return tuple(self._served.copy().values())
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """The highest number by name that requests could ever use here; of very many names, of those that were taken last."""
+        return self._taken.copy()
 
     def receive(self, body: Body, update: int = 0) -> IncomingCall:
         """See :meth:`SessionFront.receive`."""
@@ -140,8 +152,12 @@ class LoraRole(SessionFront):
         if label in used:
             raise VersionError(f"this engine holds {label} already")
         if len(used) >= slots.slots:
-            raise ConfigurationError(
-                f"all {slots.slots} slots for adapters are in use ({', '.join(used[:_SHOWN])}): retire versions with "
+            owner = spec.name.partition("/")[0] + "/"
+            own = [name for name in used if name.startswith(owner)]
+            others = f"{len(used) - len(own)} by other owners{_shown(own)}"
+            _log.warning("%s finds no free slot: %s are in use", label, ", ".join(used))
+            raise ConfigurationError(  # that others publish here too is all that a tenant learns of them
+                f"all {slots.slots} slots for adapters are in use ({others}): retire versions with "
                 "Adapters.retire(name, keep=...), or give the engine more slots. A retired version's slot is free when the last "
                 "request that uses it has ended"
             )
@@ -194,6 +210,10 @@ class LoraRole(SessionFront):
         with self._visible:
             self._check_base(label, staged[1])
             self.session.check_abort()
+            name = body.version.run
+            self._taken[name] = max(self._taken.pop(name, -1), body.version.number)
+            if len(self._taken) > _REMEMBERED:
+                del self._taken[next(iter(self._taken))]
             try:
                 _calling(partial(self._adapter.register_lora, body.version), label)
                 failpoints.reached("engine.lora.registered")
@@ -265,6 +285,11 @@ def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: D
             "the engine's copies of an adapter have another dtype or shape than its tensors, so they cannot be digested"
         )
     return read[1]
+
+
+def _shown(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
+    return f", and by {', '.join(labels[:_SHOWN])}{more}" if labels else ""
 
 
 def _described(base: Version | None) -> str:

@@ -176,30 +176,26 @@ def _regular(path: Path, folders: tuple[Path, ...] | None) -> tuple[int, int]:
     Raises :class:`FileNotFoundError`, and :class:`~weightsync.errors.ConfigurationError` for anything else that is wrong.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with ExitStack() as opened:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigurationError(f"{path} is not a regular file")
+            if folders is not None:
+                real = Path(os.path.realpath(path))
+                # The file that is open must be the one at that place: a link may be exchanged between two looks.
+                if real.parent not in folders or not os.path.samestat(os.stat(real), status):
+                    raise ConfigurationError(
+                        f"{path} is a link that leads out of the checkpoint, to {real}; name that file itself, or say that links "
+                        "are to be followed (follow_links=True, --follow-links)"
+                    )
+            opened.pop_all()
+            return descriptor, status.st_size
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ConfigurationError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigurationError(f"{path} is not a regular file")
-        if folders is not None:
-            real = Path(os.path.realpath(path))
-            # The file that is open must be the one at that place: a link may be exchanged between two looks.
-            if real.parent not in folders or not os.path.samestat(os.stat(real), status):
-                raise ConfigurationError(
-                    f"{path} is a link that leads out of the checkpoint, to {real}; name that file itself, or say that links are "
-                    "to be followed (follow_links=True, --follow-links)"
-                )
-        return descriptor, status.st_size
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 def _only(directory: Path) -> Path:

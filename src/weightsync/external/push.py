@@ -119,7 +119,7 @@ def push(
                 done.result()  # every step inside has the deadline
 
         try:
-            reading.wait_for_first(step())
+            reading.bucket(0, step())
             each(lambda target: target.client.check(checkpoint.manifest, label, step()))
             each(lambda target: target.client.join(step()))
             each(pause)
@@ -157,11 +157,8 @@ class _Reading(Closeable):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightsync-read")
         self._coming = self._reader.submit(self._read, 0)
 
-    def wait_for_first(self, deadline: Deadline) -> None:
-        """Return when the first bucket was read. Raises what reading raised."""
-        self._wait(0, deadline)
-
-    def _wait(self, number: int, deadline: Deadline) -> Bucket:
+    def bucket(self, number: int, deadline: Deadline) -> Bucket:
+        """Return the bucket of this number, which is being read, when it is there. Raises what reading raised."""
         what = f"reading bucket {number + 1} of the checkpoint"
         try:
             return self._coming.result(deadline.remaining(what))
@@ -181,7 +178,7 @@ class _Reading(Closeable):
     def in_order(self, limit: Callable[[], Deadline]) -> Iterator[Bucket]:
         """Every bucket; ``limit`` is asked how long to wait for each. The memory of one is read into again after the next."""
         for number in range(len(self._buckets)):
-            bucket = self._wait(number, limit())
+            bucket = self.bucket(number, limit())
             if number + 1 < len(self._buckets):
                 self._coming = self._reader.submit(self._read, number + 1)
             yield bucket

@@ -104,13 +104,10 @@ class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: Label | None = None
     digest: Digest | None = None
     digests: dict[Name, Digest] | None = None
-    timeout: Seconds | None = None
 
 
 class EndRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /end_weight_update``: SGLang's end: a commit with what is known, or the end of an update that failed."""
-
-    timeout: Seconds | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,6 @@ from weightsync.model import Manifest, PauseMode, Version, fold, label_of
 from weightsync.protocol.messages import Body, Commit, Done, Pause, Quarantine, Resume
 from weightsync.protocol.update_messages import Describe, Described, Digested, LeaveGroup, Verify
 
-Known = Bools
 _Claims = requests.UpdateRequest | requests.CommitRequest
 """Says what the sender's digests are."""
 T = TypeVar("T")
@@ -331,7 +330,7 @@ class WeightUpdates:
                 raise
 
     async def _finalize(self, update: _OpenUpdate, manifest: Manifest, name: tuple[str, int, int], claims: _Claims) -> str:
-        wrong, folds, whole = [], [], []
+        wrong, whole = [], []
         held = await self._step(update, Verify(), Digested)
         for rank, answer in enumerate(held):
             values = np.frombuffer(answer.digests, "<u8").astype(np.uint64)
@@ -340,15 +339,14 @@ class WeightUpdates:
             try:
                 checks.check_digests(manifest, values, update.known, claims.digest, claims.digests)
                 whole.append(self._committed.complete(manifest, values, update.known))
-                folds.append(fold(whole[-1]))
             except VerificationError as error:
                 wrong.append(f"rank{rank}: {error}")
         if wrong:
             raise VerificationError(" | ".join(wrong))
+        folds = [fold(digests) for digests in whole]
         if len(set(folds)) > 1:
-            raise VerificationError(
-                "engine ranks hold different bytes: " + " | ".join(f"rank{r}: {f}" for r, f in enumerate(folds))
-            )
+            what = " | ".join(f"rank{rank}: {digest}" for rank, digest in enumerate(folds))
+            raise VerificationError(f"engine ranks hold different bytes: {what}")
         run, number, epoch = name
         version = Version(run, number, manifest.fingerprint, folds[0], epoch)
         verified = claims.digest is not None or claims.digests is not None
@@ -368,7 +366,7 @@ class WeightUpdates:
         timeout = min(update.deadline.remaining("the update"), self.settings.bucket_timeout)
         return await ask_all(self._ranks, body, timeout, kind, update.number)
 
-    def _check_claims(self, manifest: Manifest, known: Known, claims: _Claims, *, partial: bool) -> None:
+    def _check_claims(self, manifest: Manifest, known: Bools, claims: _Claims, *, partial: bool) -> None:
         """Refuse to commit nothing, less than everything, or what the sender says too little or too much of."""
         if not known.any():
             raise ConfigurationError("not one tensor was received: there is nothing to commit")

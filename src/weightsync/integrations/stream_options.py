@@ -11,7 +11,7 @@ import torch
 
 from weightsync.config import Address, Seconds, ServerSettings, token_source
 from weightsync.errors import ConfigurationError
-from weightsync.tensors.shards import DTypes, ShardedState, torch_dtype
+from weightsync.tensors.shards import DTypes
 from weightsync.transports.registry import FROM_HOST_MEMORY, known
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -72,12 +72,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The one dtype for all tensors, if there is one."""
         return _dtype(self.dtype) if isinstance(self.dtype, str) else None
 
-    def dtypes(self, state: Mapping[str, torch.Tensor] | ShardedState) -> DTypes:
-        """The dtypes in which the tensors of ``state`` travel."""
+    def dtypes(self, own: Mapping[str, torch.dtype]) -> DTypes:
+        """The dtypes in which tensors of the dtypes ``own``, by name, travel."""
         if isinstance(self.dtype, dict):
-            if isinstance(state, ShardedState):
-                return {spec.name: self.dtype_of(spec.name, torch_dtype(spec.dtype)) for spec in state.declare()[0]}
-            return {name: self.dtype_of(name, tensor.dtype) for name, tensor in state.items()}
+            return {name: self.dtype_of(name, dtype) for name, dtype in own.items()}
         return self.whole_dtype()
 
     def shard_transports(self) -> tuple[str, ...] | None:

@@ -55,9 +55,9 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class ShardSource(NamedTuple):
-    """Shards that a trainer rank publishes in the place of a stream."""
+    """Shards that a trainer rank publishes in the place of a stream, or the stream."""
 
-    state: torch.nn.Module | Mapping[str, torch.Tensor] | ShardedState
+    state: torch.nn.Module | Mapping[str, torch.Tensor] | ShardedState | Stream
     dtype: DTypes
     """In which they travel."""
     transports: tuple[str, ...] | None
@@ -179,16 +179,12 @@ class StreamSender:
             return
         self.leave()  # also if it did not send in the last update, whose error would reach it in this one
         options = self._options
+        stream = Stream(window_bytes=self._window_bytes, device=options.staging())
+        state, dtype, transports = source or ShardSource(stream, options.whole_dtype(), options.transports)
         self._trainer = Trainer(
-            Stream(window_bytes=self._window_bytes, device=options.staging()) if source is None else source.state,
-            coordinator,
-            rank=rank,
-            world_size=world_size,
-            dtype=options.whole_dtype() if source is None else source.dtype,
-            include_buffers=source is not None and isinstance(source.state, torch.nn.Module),
-            transports=options.transports if source is None else source.transports,
-            seeds=source is None,
-        )
+            state, coordinator, rank=rank, world_size=world_size, dtype=dtype, transports=transports,
+            include_buffers=isinstance(state, torch.nn.Module), seeds=source is None,
+        )  # fmt: skip
         self._role, self._source = role, source
 
     def leave(self) -> None:

@@ -23,7 +23,7 @@ from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
 from weightsync.protocol.fields import Epoch, Few, Many, Member, Name, Number, Step, Text
-from weightsync.protocol.lora_messages import HeldLora, LoraMessage
+from weightsync.protocol.lora_messages import AdapterName, HeldLora, LoraMessage
 from weightsync.protocol.plan_messages import Host, Memory, Offer, PieceColumns, PlanSlice, Reach, SourceAddress, Traits
 from weightsync.protocol.store_messages import StoreMessage
 from weightsync.protocol.update_messages import Message, UpdateMessage
@@ -137,6 +137,8 @@ class Hello(Message, frozen=True):
     """What LoRA adapters this engine rank takes; ``None`` if it takes none."""
     loras: Annotated[tuple[HeldLora, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Versions of adapters that this engine rank serves."""
+    taken_loras: Annotated[dict[AdapterName, Number], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
+    """The highest number of each adapter that this engine rank took, although it may serve none since: it is not used again."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs

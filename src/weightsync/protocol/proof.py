@@ -35,6 +35,7 @@ ANSWER_HEADER = "Weightsync-Proof"
 _LIFETIME = 30.0  # seconds from a challenge to its last use
 _MOST_REQUESTS = 1024  # that one challenge is good for
 _MOST_USED = 1 << 16  # challenges that holders of the token may use in that time
+_MOST_USED_LIMITED = 1 << 10
 _STRETCH = 20_000  # rounds of PBKDF2: a proof is something to guess a weak token by, and each guess costs that much
 _NAMES = {"token": ("token", "WEIGHTSYNC_TOKEN"), "operator": ("operator's token", "WEIGHTSYNC_OPERATOR_TOKEN")}
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -93,8 +94,11 @@ class Challenger:
     def __init__(self, token: Secret, clock: Callable[[], float] = time.monotonic) -> None:
         self._token, self._clock = token, clock
         self._signer = secrets.token_bytes(32)
-        self._used: dict[str, tuple[float, int]] = {}
-        """When each used nonce expires, in that order, and a bit for each request that it was used for."""
+        self._used: dict[str, dict[str, tuple[float, int]]] = {}
+        """For each token, by its patterns: when each used nonce expires, in that order, and a bit for each request with it.
+
+        Whoever has one uses up their own places only. Only a proof adds anything.
+        """
         _key(token)  # takes milliseconds, once
 
     def challenge(self, nonce: str, adapters: str = "") -> Challenge:
@@ -120,21 +124,23 @@ class Challenger:
         (_, nonce, mine, count, proof), adapters = parts[:5], "".join(parts[5:])
         if _NONCE.fullmatch(nonce) is None or _SIGNED.fullmatch(mine) is None or _COUNT.fullmatch(count) is None:
             return None
-        if len(parts) > 5 and PATTERNS.fullmatch(adapters) is None:
+        if len(parts) > 5 and (PATTERNS.fullmatch(adapters) is None or limits_of(self._token)):
             return None
         token = limited(self._token, adapters) if adapters else self._token
         now = self._clock()
         fresh = 0 <= now - int(mine[:16], 16) / 1000 + 0.001 <= _LIFETIME
         genuine = _same(mine[32:], self._sign(mine[:32]))
         right = _same(proof, _proof(token, "agent", nonce, mine, count, request))
-        while self._used and (oldest := next(iter(self._used.items())))[1][0] < now:
-            del self._used[oldest[0]]
-        until, used = self._used.get(mine, (now + _LIFETIME, 0))
-        this = 1 << int(count)
-        full = not used and len(self._used) >= _MOST_USED
-        if not (fresh and genuine and right) or used & this or full or int(count) >= _MOST_REQUESTS:
+        if not (fresh and genuine and right) or int(count) >= _MOST_REQUESTS:
             return None
-        self._used[mine] = until, used | this
+        nonces = self._used.setdefault(adapters, {})
+        while nonces and (oldest := next(iter(nonces.items())))[1][0] < now:
+            del nonces[oldest[0]]
+        until, used = nonces.get(mine, (now + _LIFETIME, 0))
+        this = 1 << int(count)
+        if used & this or (not used and len(nonces) >= (_MOST_USED_LIMITED if adapters else _MOST_USED)):
+            return None
+        nonces[mine] = until, used | this
         return _proof(token, "answer", nonce, mine, count), adapters
 
     def _sign(self, unsigned: str) -> str:

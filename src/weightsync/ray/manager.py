@@ -92,7 +92,6 @@ class Manager(Closeable):
             self._access = Access(self._settings.coordinator.url, token_of_run.reveal() if token_of_run is not None else None)
             self.status()  # fails if the coordinator is unreachable or rejects the token
             self._members = Rejoining(self._settings, self._access)
-            self._members.start()
             owned.callback(self._members.close)
             owned.callback(self._leave_all)
             self._tokens = None if token_of_run is None else TokenFiles(self._settings.coordinator, token_of_run)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import ray
 
-from weightsync import forks
 from weightsync.config import ClientSettings
 from weightsync.coordinator.status import Status
 from weightsync.errors import AuthenticationError
+from weightsync.protocol.event_loop import shared_loop
 from weightsync.ray.actor_calls import as_own_error, call
 from weightsync.ray.members import join
 from weightsync.ray.places import Access, RankPlace
@@ -61,20 +61,17 @@ class ActorGroup:
 
 
 class Rejoining:
-    """Watches the coordinator on its own thread, from :meth:`start` to :meth:`close`. Thread-safe."""
+    """Watches the coordinator on the event loop of this process's connections, until :meth:`close`. Thread-safe."""
 
     def __init__(self, settings: ClientSettings, access: Access) -> None:
         self._settings, self._access = settings, access
         self._groups: dict[str | None, ActorGroup] = {}
         self._lock = threading.RLock()
         self._status: Status | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._main: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="weightsync-ray-watch", daemon=True)
-
-    def start(self) -> None:
-        """Start to watch."""
-        self._thread.start()
+        self._owned = ExitStack()
+        loop = shared_loop.borrow()
+        self._owned.callback(shared_loop.give_back, _CLOSE_SECONDS)
+        self._owned.callback(asyncio.run_coroutine_threadsafe(self._stay(), loop).cancel)
 
     def add(self, group: ActorGroup) -> None:
         """Keep this group's ranks joined from now on, instead of an older group of the same name."""
@@ -100,22 +97,12 @@ class Rejoining:
         return list(self._groups)
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
-        loop, main = self._loop, self._main
-        if loop is not None and main is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended already
-                loop.call_soon_threadsafe(main.cancel)
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_SECONDS)
+        """Stop. Idempotent."""
+        self._owned.close()
 
-    # The rest runs on the watching thread, and actors' answers on Ray's.
-
-    def _run(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            forks.run(self._stay())
+    # The rest runs on the event loop, and actors' answers on a thread of Ray's.
 
     async def _stay(self) -> None:
-        self._main, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         watch = Watch(self._settings, self._apply, lambda _: None)
         try:
             await asyncio.wait([watch.ended])

@@ -19,25 +19,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightsync import __version__
 from weightsync.config import ClientSettings, Limits, SecretKind, ServerSettings
 from weightsync.errors import ConfigurationError
 from weightsync.model import Version
 from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.event_loop import shared_loop
-from weightsync.protocol.messages import PROTOCOL, Answer, Body, Failure
+from weightsync.protocol.messages import Answer, Body, Failure
 from weightsync.protocol.proof import Challenger
 from weightsync.protocol.tokens import Secrets, secret_of
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import TokenAdmission
 from weightsync.server.connections import Connections
-from weightsync.server.metrics import CONTENT_TYPE, Declared, Registry
+from weightsync.server.metrics import BUILD_INFO, CONTENT_TYPE, Declared, Registry
 from weightsync.spans import Span
 
 _log = logging.getLogger(__name__)
 
 AGENT_METRICS = (
-    Declared("build_info", "gauge", ("version", "protocol"), "1; the labels say which release runs."),
+    BUILD_INFO,
     Declared("rank_connected", "gauge", ("rank",), "1 while the rank is connected to the coordinator."),
     Declared(
         "rank_version", "gauge", ("rank",),
@@ -61,7 +60,6 @@ class AgentMetrics:
         self._lock = threading.Lock()
         self._ranks: dict[str, tuple[CoordinatorConnection, Callable[[], Version | None]]] = {}
         self._registry = Registry(AGENT_METRICS)
-        self._registry.replace("build_info", [({"version": __version__, "protocol": str(PROTOCOL)}, 1.0)])
         self._server: ExitStack | None = None
         self.port: int | None = None
         """Port of the server, while it runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
@@ -30,6 +31,7 @@ ADAPTERS = "weightsync.limits"
 """The key of a connection's scope under which the names of adapters are to which its token is limited."""
 
 _REASON_BYTES = 120  # RFC 6455: a close frame carries at most 123 bytes of reason
+_LIMITED_PART = 8  # of the places for agents, that one limited token may take
 _RETURN_SECONDS = 1.0  # for calls whose answers have arrived when their agent leaves
 
 
@@ -39,6 +41,8 @@ class AgentSockets:
     def __init__(self, coordinator: Coordinator, settings: ServerSettings) -> None:
         self._coordinator, self._settings = coordinator, settings
         self._connections: dict[asyncio.Task[None], WebSocket] = {}
+        self._limited = Counter[str]()
+        """Connections with each token, by the patterns to which it is limited."""
         self._welcomed: set[_Connection] = set()
         self._closing: str | None = None
 
@@ -54,10 +58,16 @@ class AgentSockets:
             why = self._closing or f"{limits.agents} agents are connected already (WEIGHTSYNC_AGENTS)"
             await socket.send_denial_response(problem(HTTPStatus.SERVICE_UNAVAILABLE, "MembershipError", why))
             return
+        adapters = socket.scope.get(ADAPTERS, "")
+        if adapters and self._limited[adapters] >= max(limits.agents // _LIMITED_PART, 1):
+            message = f"{self._limited[adapters]} agents with the token for {adapters} are connected already"
+            await socket.send_denial_response(problem(HTTPStatus.SERVICE_UNAVAILABLE, "MembershipError", message))
+            return
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a connection is served by a task")
         self._connections[task] = socket
+        self._limited[adapters] += 1
         try:
             await socket.accept(SUBPROTOCOL, [(FRAME_LIMIT_HEADER.lower().encode(), str(limits.frame_bytes).encode())])
             await self._greet(socket)
@@ -65,6 +75,8 @@ class AgentSockets:
             return  # before it was welcomed: it was never registered
         finally:
             del self._connections[task]
+            self._limited[adapters] -= 1
+            self._limited += Counter()  # forgets what is zero
 
     async def aclose(self, reason: str) -> None:
         """Close every connection with ``reason`` and take no new one; returns when all have ended. Safe twice.
@@ -91,7 +103,7 @@ class AgentSockets:
             hello = msgspec.structs.replace(hello, run=hello.run or run)
             # A large layout takes a while to check.
             rank = await asyncio.to_thread(rank_of, hello, run, socket.scope.get(ADAPTERS, ""))
-            connection = _Connection(self._coordinator, socket, rank)
+            connection = _Connection(self._coordinator, socket, rank, self._settings.limits.frame_bytes)
             if isinstance(rank, AdapterRank):
                 self._coordinator.loras.join(connection)
                 welcome = Welcome(rank.member, run)
@@ -143,7 +155,8 @@ async def _at_most(seconds: float) -> AsyncIterator[None]:
 class _Connection:
     """A rank whose agent has joined, as the coordinator sees it: a :class:`~weightsync.coordinator.ranks.RankNode`."""
 
-    def __init__(self, coordinator: Coordinator, socket: WebSocket, rank: TrainerRank | EngineRank) -> None:
+    def __init__(self, coordinator: Coordinator, socket: WebSocket, rank: TrainerRank | EngineRank, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self._coordinator, self._socket, self._member = coordinator, socket, rank.member
         self.rank: Any = rank
         self._answer = answer_agent(coordinator, rank)
@@ -200,7 +213,13 @@ class _Connection:
 
     async def _put(self, frame: Frame) -> None:
         try:
-            await self._socket.send_bytes(encode(frame))
+            data = encode(frame)
+            if len(data) > self._most_bytes:  # the agent would end its connection
+                raise ProtocolError(
+                    f"a message to {self._member} has {len(data):,} bytes, and {self._most_bytes:,} are allowed "
+                    "(WEIGHTSYNC_FRAME_BYTES, on both sides)"
+                )
+            await self._socket.send_bytes(data)
         except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: Starlette's word for a socket that is closed here
             raise PeerLost(f"{self._member} is gone: {str(error) or 'its connection closed'}") from None
 

@@ -145,7 +145,7 @@ class Service:
                 Middleware(LoopShare, share=_SHARE, ahead=_AHEAD_SECONDS, uncounted=_PUBLIC),
                 Middleware(_Busy, most=settings.limits.requests, uncounted=uncounted),
             ],
-            exception_handlers={WeightSyncError: _raised, HTTPException: _http, Exception: _raised},
+            exception_handlers=dict.fromkeys((WeightSyncError, HTTPException, Exception), _failed),
         )
 
     async def continue_rounds(self) -> None:
@@ -302,7 +302,7 @@ class TokenAdmission:
             only, path = ("/metrics", "/metrics") if holder == "metrics" else (f"publishing the adapters {adapters}", AGENTS_PATH)
             if (holder == "metrics" or adapters) and not public and scope["path"] != path:
                 await problem(HTTPStatus.FORBIDDEN, "AuthenticationError", f"this token admits to {only} only")(
-                    scope, receive, send
+                    scope, receive, _last(send)
                 )
                 return
             await self._app({**scope, _HOLDER: (holder, self._challengers), ADAPTERS: adapters}, receive, send)
@@ -397,11 +397,7 @@ def _answer(body: bytes) -> Response:
     return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-async def _raised(request: Request, error: Exception) -> Response:
-    return problem_of(error)
-
-
-async def _http(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return problem_of(error)
     status = HTTPStatus(error.status_code)

@@ -7,11 +7,11 @@ there are too many, the host with most of them loses its oldest. A flood from on
 from __future__ import annotations
 
 import asyncio
-import time
 from asyncio import TimerHandle, WriteTransport
 from collections import Counter
 
 from weightsync.config import Limits
+from weightsync.server.allowance import RateAllowance
 
 _HANDSHAKE = 5.0  # permits for a connection over TLS: its handshake takes the event loop a millisecond or two
 _HANDSHAKES = 16  # at once; those of agents give their permits back
@@ -27,11 +27,10 @@ class Connections:
     def __init__(self, limits: Limits, encrypted: bool = False) -> None:
         self._limits, self._cost = limits, _HANDSHAKE if encrypted else 1.0
         burst = _HANDSHAKES * _HANDSHAKE if encrypted else limits.unauthenticated
-        self._most = max(float(min(limits.unauthenticated, burst)), self._cost)
+        self._permits = RateAllowance(limits.arrivals, max(float(min(limits.unauthenticated, burst)), self._cost))
         self._all: set[WriteTransport] = set()
         self._unauthenticated: dict[WriteTransport, tuple[str, TimerHandle]] = {}  # in order of arrival
         self._challenged: set[WriteTransport] = set()
-        self._permits, self._since = self._most, time.monotonic()
         self.refused = 0
         """Connections that were closed because there were too many without the token, or because they took too long."""
 
@@ -40,13 +39,10 @@ class Connections:
 
     def acquire(self) -> float:
         """Take a permit for one more connection, or return in how many seconds there will be one."""
-        now = time.monotonic()
-        self._permits = min(self._most, self._permits + (now - self._since) * self._limits.arrivals)
-        self._since = now
-        if self._permits < self._cost:
-            return (self._cost - self._permits) / self._limits.arrivals
-        self._permits -= self._cost
-        return 0.0
+        wait = self._permits.early(self._cost)
+        if not wait:
+            self._permits.take(self._cost)
+        return wait
 
     def opened(self, transport: WriteTransport, host: str) -> None:
         """Count a new connection from ``host``. It is closed if it does not authenticate in time."""
@@ -65,7 +61,7 @@ class Connections:
     def proved(self, transport: WriteTransport | None) -> None:
         """Take note that a connection has shown the token, and give back its permit."""
         if transport is not None and self._authenticated(transport):
-            self._permits += self._cost
+            self._permits.take(-self._cost)
 
     def may_stay(self, transport: WriteTransport | None) -> bool:
         """Whether a connection stays open after a challenge: always if it has authenticated, else once."""

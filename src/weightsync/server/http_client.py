@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -95,27 +96,23 @@ class _Presenting(httpx.Auth):
         """See :class:`httpx.Auth`."""
         flow = self._flow(request)
         asked = next(flow)
-        while True:
-            answer = yield asked
-            if asked is not request:
-                answer.read()
-            try:
+        with suppress(StopIteration):
+            while True:
+                answer = yield asked
+                if asked is not request:
+                    answer.read()
                 asked = flow.send(answer)
-            except StopIteration:
-                return
 
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """See :class:`httpx.Auth`."""
         flow = self._flow(request)
         asked = next(flow)
-        while True:
-            answer = yield asked
-            if asked is not request:
-                await answer.aread()
-            try:
+        with suppress(StopIteration):
+            while True:
+                answer = yield asked
+                if asked is not request:
+                    await answer.aread()
                 asked = flow.send(answer)
-            except StopIteration:
-                return
 
     def _flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         """Challenges, whose answers are read, and ``request`` itself, whose answer may be a stream."""

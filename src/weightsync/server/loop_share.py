@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weightsync.server.allowance import RateAllowance
 
 
 class LoopShare:
@@ -21,9 +23,9 @@ class LoopShare:
     """
 
     def __init__(self, app: ASGIApp, share: float, ahead: float, uncounted: frozenset[str]) -> None:
-        self._app, self._share, self._ahead, self._uncounted = app, share, ahead, uncounted
+        self._app, self._uncounted = app, uncounted
         self._order = asyncio.Lock()
-        self._paid_until = time.monotonic()
+        self._allowance = RateAllowance(share, share * ahead)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request when there is time for it."""
@@ -31,20 +33,14 @@ class LoopShare:
             await self._app(scope, receive, send)
             return
         async with self._order:
-            await asyncio.sleep(max(0.0, self._paid_until - self._ahead - time.monotonic()))
-        await _Metered(self._answer(scope, receive, send), self._charge)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-    def _charge(self, seconds: float) -> None:
-        self._paid_until = max(self._paid_until, time.monotonic()) + seconds / self._share
+            await asyncio.sleep(self._allowance.early())
+        await _Metered(self._app(scope, receive, send).__await__(), self._allowance.take)
 
 
 class _Metered:
     """Awaits ``work`` and tells ``charge`` the processor time of each of its steps, in which the event loop does nothing else."""
 
-    def __init__(self, work: Coroutine[Any, Any, None], charge: Callable[[float], None]) -> None:
+    def __init__(self, work: Generator[Any, Any, None], charge: Callable[[float], object]) -> None:
         self._work, self._charge = work, charge
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -35,8 +35,9 @@ class Declared(NamedTuple):
     help: str
 
 
+BUILD_INFO = Declared("build_info", "gauge", ("version", "protocol"), "1; the labels say which release runs.")
 COORDINATOR_METRICS = (
-    Declared("build_info", "gauge", ("version", "protocol"), "1; the labels say which release runs."),
+    BUILD_INFO,
     Declared("run_info", "gauge", ("run",), "1; the label is the id of the run."),
     Declared("published_version", "gauge", (), "Highest published version number of the latest epoch; -1 before the first."),
     Declared("stored_version", "gauge", (), "Number of the newest version in the store; -1 if none is known."),
@@ -87,7 +88,10 @@ COORDINATOR_METRICS = (
 
 
 class Registry:
-    """The metrics of one process, or of one coordinator in it, by the names that they are declared with."""
+    """The metrics of one process, or of one coordinator in it, by the names that they are declared with.
+
+    One of them is :data:`BUILD_INFO`, which is the same in all.
+    """
 
     def __init__(self, declared: Iterable[Declared]) -> None:
         self._declared = tuple(declared)
@@ -98,6 +102,7 @@ class Registry:
                 self._counters[name] = Counter(f"weightsync_{name}", text, labels, registry=None)
             elif kind == "histogram":
                 self._histograms[name] = Histogram(f"weightsync_{name}", text, labels, buckets=_BUCKETS, registry=None)
+        self.replace("build_info", [({"version": __version__, "protocol": str(PROTOCOL)}, 1.0)])
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -141,7 +146,6 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self._registry = Registry(COORDINATOR_METRICS)
-        self._registry.replace("build_info", [({"version": __version__, "protocol": str(PROTOCOL)}, 1.0)])
 
     def count(self, event: RoundEnded, traced: RoundTracer | None) -> None:
         """Add a round that has ended, and what is known of where its time went."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
+from weightsync.store.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -101,13 +101,8 @@ class OtelExport:
 
     async def aclose(self) -> None:
         """Export what is queued, for a few seconds at most."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-otel")
-        try:
-            await asyncio.wait(
-                [asyncio.get_running_loop().run_in_executor(thread, self._provider.shutdown)], timeout=_CLOSE_SECONDS
-            )
-        finally:
-            thread.shutdown(wait=False)
+        threads = DaemonThreads(1, "weightsync-otel")
+        await asyncio.wait([asyncio.wrap_future(threads.submit(self._provider.shutdown))], timeout=_CLOSE_SECONDS)
 
 
 def _clock(track: Track) -> dict[str, str | float]:

@@ -12,29 +12,23 @@ from starlette.responses import Response
 from weightsync import errors
 from weightsync.errors import WeightSyncError, to_wire
 
-STATUS: dict[type[WeightSyncError], HTTPStatus] = {
-    errors.ConfigurationError: HTTPStatus.BAD_REQUEST,
-    errors.ProtocolError: HTTPStatus.BAD_REQUEST,
-    errors.AuthenticationError: HTTPStatus.UNAUTHORIZED,
-    errors.MembershipError: HTTPStatus.NOT_FOUND,
-    errors.ManifestMismatch: HTTPStatus.CONFLICT,
-    errors.LayoutError: HTTPStatus.CONFLICT,
-    errors.PlanMismatch: HTTPStatus.CONFLICT,
-    errors.VersionError: HTTPStatus.CONFLICT,
-    errors.StaleSource: HTTPStatus.CONFLICT,
-    errors.Aborted: HTTPStatus.CONFLICT,
-    errors.LoadError: HTTPStatus.BAD_GATEWAY,
-    errors.VerificationError: HTTPStatus.BAD_GATEWAY,
-    errors.PeerLost: HTTPStatus.BAD_GATEWAY,
-    errors.BroadcastBroken: HTTPStatus.BAD_GATEWAY,
-    errors.RoundFailed: HTTPStatus.BAD_GATEWAY,
-    errors.TransportError: HTTPStatus.BAD_GATEWAY,
-    errors.CoordinatorUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,
-    errors.TransportUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
-    errors.DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
-    errors.SharedMemoryTooSmall: HTTPStatus.INSUFFICIENT_STORAGE,
-    errors.WeightSyncError: HTTPStatus.INTERNAL_SERVER_ERROR,
-}
+_ERRORS: dict[HTTPStatus, tuple[type[WeightSyncError], ...]] = {
+    HTTPStatus.BAD_REQUEST: (errors.ConfigurationError, errors.ProtocolError),
+    HTTPStatus.UNAUTHORIZED: (errors.AuthenticationError,),
+    HTTPStatus.NOT_FOUND: (errors.MembershipError,),
+    HTTPStatus.CONFLICT: (
+        errors.ManifestMismatch, errors.LayoutError, errors.PlanMismatch, errors.VersionError, errors.StaleSource, errors.Aborted,
+    ),
+    HTTPStatus.BAD_GATEWAY: (
+        errors.LoadError, errors.VerificationError, errors.PeerLost, errors.BroadcastBroken, errors.RoundFailed,
+        errors.TransportError,
+    ),
+    HTTPStatus.SERVICE_UNAVAILABLE: (errors.CoordinatorUnreachable, errors.TransportUnavailable),
+    HTTPStatus.GATEWAY_TIMEOUT: (errors.DeadlineExceeded,),
+    HTTPStatus.INSUFFICIENT_STORAGE: (errors.SharedMemoryTooSmall,),
+    HTTPStatus.INTERNAL_SERVER_ERROR: (errors.WeightSyncError,),
+}  # fmt: skip
+STATUS = {kind: status for status, kinds in _ERRORS.items() for kind in kinds}
 """The status of each error. An error that is not here has the status of its nearest base; a test keeps the table complete."""
 
 

@@ -35,10 +35,29 @@ Routes = Mapping[str, tuple[str, Version | None]]
 
 
 class _Router(ABC):
-    """A router, or what passes the news on to one: an HTTP server that takes requests of ours."""
+    """A router, or what passes the news on to one: an HTTP server that takes requests of ours. Notes what it knows."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, run: str) -> None:
-        self._client, self._url, self._run = client, url, run
+    def __init__(self, name: str, client: httpx.AsyncClient, url: str, run: str) -> None:
+        self.name, self._client, self._url, self._run = name, client, url, run
+        self.changed, self.settled = asyncio.Event(), asyncio.Event()
+        self._trouble = ""
+
+    def stale(self) -> None:
+        """There is a newer state than it may know."""
+        self.settled.clear()
+        self.changed.set()
+
+    def failed(self, why: str) -> None:
+        """It could not be told."""
+        if why != self._trouble:
+            self._trouble = why
+            _log.warning("router %s does not know which replicas serve, and is told again: %s", self.name, why)
+
+    def answered(self) -> None:
+        """It could be told."""
+        if self._trouble:
+            self._trouble = ""
+            _log.info("router %s knows again which replicas serve", self.name)
 
     @abstractmethod
     async def tell(self, routes: Routes) -> bool:
@@ -102,29 +121,6 @@ class _Webhook(_Router):
 _KINDS: dict[str, type[_Router]] = {"sglang": _Sglang, "webhook": _Webhook}
 
 
-class _ToldRouter:
-    """A router, and whether it knows the newest state."""
-
-    def __init__(self, name: str, router: _Router) -> None:
-        self.name, self.router = name, router
-        self.changed, self.settled = asyncio.Event(), asyncio.Event()
-        self.trouble = ""
-
-    def stale(self) -> None:
-        self.settled.clear()
-        self.changed.set()
-
-    def failed(self, why: str) -> None:
-        if why != self.trouble:
-            self.trouble = why
-            _log.warning("router %s does not know which replicas serve, and is told again: %s", self.name, why)
-
-    def answered(self) -> None:
-        if self.trouble:
-            self.trouble = ""
-            _log.info("router %s knows again which replicas serve", self.name)
-
-
 class Routers:
     """The routers of one coordinator. Made on its event loop; close it with :meth:`aclose`."""
 
@@ -137,7 +133,7 @@ class Routers:
         self._told = []
         for name in settings.routers:
             kind, _, url = name.partition("+")
-            self._told.append(_ToldRouter(name, _KINDS[kind](self._client, url.rstrip("/"), coordinator.settings.run)))
+            self._told.append(_KINDS[kind](name, self._client, url.rstrip("/"), coordinator.settings.run))
         self._tasks = [asyncio.ensure_future(self._follow()), *(asyncio.ensure_future(self._keep(entry)) for entry in self._told)]
         coordinator.announced = self.announced
         if self._told and coordinator.settings.max_unavailable is None:
@@ -166,13 +162,13 @@ class Routers:
             if not isinstance(event, ReplicaBytes | Audited):  # what serves no longer after an audit has a phase
                 self._stale()
 
-    async def _keep(self, entry: _ToldRouter) -> None:
+    async def _keep(self, entry: _Router) -> None:
         again = Backoff(0.02, 1.0)
         while True:
             entry.changed.clear()
             try:
                 async with asyncio.timeout(_ATTEMPT_SECONDS):
-                    done = await entry.router.tell(self._coordinator.routes())
+                    done = await entry.tell(self._coordinator.routes())
             except TimeoutError:
                 entry.failed(f"no answer within {_ATTEMPT_SECONDS:g} s")
             except Exception as error:  # noqa: BLE001 - logged: whatever a router does, it must be told again

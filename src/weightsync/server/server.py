@@ -63,8 +63,7 @@ def _has(host: str) -> bool:
     """Return whether this machine has the address ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
+        socket.create_server((host, 0), family=family).close()
     except OSError:
         return False
     return True
@@ -202,7 +201,7 @@ class BackgroundServer:
         self._settings = ServerSettings.load() if settings is None else settings
         self._started: Future[tuple[Address, Secrets, Coordinator]] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -246,14 +245,13 @@ class BackgroundServer:
         """Shut down in order and join the thread. Safe twice. In a forked child, which has no such thread: nothing."""
         if self._origin.elsewhere:
             return
-        loop, stop, thread = self._loop, self._stop, self._thread
-        if loop is not None and stop is not None:
+        if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(stop.set)
-        if thread is not None and thread is not threading.current_thread():
+                self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread is not None and self._thread is not threading.current_thread():
             limit = 2 * self._settings.shutdown_seconds + _STOP_SECONDS
-            thread.join(limit)
-            if thread.is_alive():
+            self._thread.join(limit)
+            if self._thread.is_alive():
                 raise DeadlineExceeded(f"the coordinator's thread did not end within {limit:g} s")
 
     def __enter__(self) -> Self:
@@ -265,7 +263,7 @@ class BackgroundServer:
 
     def _run(self) -> None:
         async def main() -> None:
-            self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
+            self._loop = asyncio.get_running_loop()
             await run_server(self._settings, self._stop, lambda *what: self._started.set_result(what))
 
         try:
@@ -275,5 +273,3 @@ class BackgroundServer:
                 _log.exception("the coordinator ended by an unexpected error")
             else:
                 self._started.set_exception(error)
-        finally:
-            self._loop = None

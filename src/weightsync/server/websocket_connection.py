@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from asyncio import StreamReader, StreamWriter, TimerHandle
 from collections import deque
 from http import HTTPStatus
@@ -19,6 +18,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from weightsync.config import ServerSettings
+from weightsync.server.allowance import RateAllowance
 
 _log = logging.getLogger(__name__)
 
@@ -33,21 +33,6 @@ _FRAMES = 4096.0  # frames that are no whole message (fragments, pings, pongs) t
 _FRAMES_PER_SECOND = 100.0  # and in the long run; an agent sends a few a minute, and never a fragment
 _MESSAGES = 256.0  # whole messages that one peer may send at once
 _MESSAGES_PER_SECOND = 500.0  # and in the long run; beyond that they wait, and with them the peer
-
-
-class _SendAllowance:
-    """What a peer may send: ``burst`` at once, ``rate`` a second in the long run."""
-
-    def __init__(self, burst: float, rate: float) -> None:
-        self._burst, self._rate = burst, rate
-        self._left, self._since = burst, time.monotonic()
-
-    def take(self) -> float:
-        """Take one. Returns by how many seconds it comes too early."""
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._since) * self._rate) - 1
-        self._since = now
-        return max(0.0, -self._left / self._rate)
 
 
 class WebSocketConnection:
@@ -74,8 +59,8 @@ class WebSocketConnection:
         self._response: Response | None = None
         self._refusal: Message | None = None
         self._connect_sent = self._ended = False
-        self._frames = _SendAllowance(_FRAMES, _FRAMES_PER_SECOND)
-        self._messages = _SendAllowance(_MESSAGES, _MESSAGES_PER_SECOND)
+        self._frames = RateAllowance(_FRAMES_PER_SECOND, _FRAMES)
+        self._messages = RateAllowance(_MESSAGES_PER_SECOND, _MESSAGES)
         self._ping: bytes | None = None
         self._timer: TimerHandle | None = None
 
@@ -206,7 +191,8 @@ class WebSocketConnection:
         if not event.fin:
             return None
         data, self._parts = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts), []
-        return {"type": "websocket.receive", "text": data.decode("utf-8", "replace")} if self._text else _received(data)
+        content = {"text": data.decode("utf-8", "replace")} if self._text else {"bytes": data}
+        return {"type": "websocket.receive", **content}
 
     def _closed_here(self) -> bool:
         """Whether this end closed, or has to. What arrived together with the peer's close was sent before it, and counts."""
@@ -270,7 +256,3 @@ class WebSocketConnection:
         for piece in self._protocol.data_to_send():
             self._writer.write(piece)
         self._timer = asyncio.get_running_loop().call_later(self._settings.heartbeat, self._beat)
-
-
-def _received(data: bytes) -> Message:
-    return {"type": "websocket.receive", "bytes": data}

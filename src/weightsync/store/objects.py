@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -58,6 +59,7 @@ class ObjectStore:
         missing = missing_library()
         if missing:
             raise TransportUnavailable(missing)
+        self._obstore = import_module("obstore")
         if self._files is None:
             with self._errors("opening it"):
                 _ = self._store
@@ -97,76 +99,63 @@ class ObjectStore:
 
     def put(self, path: str, parts: Iterable[bytes]) -> None:
         """Write a new object. If ``parts`` raises, there is no object."""
-        import obstore
-
         with self._errors(f"writing {path}"):
             self._check_links(path)
-            obstore.put(self._store, path, parts, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+            self._obstore.put(self._store, path, parts, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a small object unless there is one. Returns False if there was another."""
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         with self._errors(f"creating {path}"):
             self._check_links(path)
             try:
-                obstore.put(self._store, path, data, mode="create")
+                self._obstore.put(self._store, path, data, mode="create")
             except AlreadyExistsError:  # perhaps this one: obstore asks again if an answer was lost
                 return self.read(path, 0, len(data) + 1) == data
         return True
 
     def read(self, path: str, first: int, last: int) -> memoryview:
         """Return bytes ``first <= i < last`` of an object, or fewer if it is shorter."""
-        import obstore
-
         if last <= first:
             return memoryview(b"")
         with self._errors(f"reading {path}"):
             if self._files is not None:
                 return memoryview(self._files.read(path, first, last))
-            return memoryview(obstore.get_range(self._store, path, start=first, end=last))
+            return memoryview(self._obstore.get_range(self._store, path, start=first, end=last))
 
     def size(self, path: str) -> int:
         """Return the bytes of an object."""
-        import obstore
-
         with self._errors(f"reading {path}"):
             if self._files is not None:
                 return self._files.size(path)
-            return int(obstore.head(self._store, path)["size"])
+            return int(self._obstore.head(self._store, path)["size"])
 
     def list(self, folder: str = "") -> Iterator[Listed]:
         """Iterate over the objects below ``folder``."""
-        import obstore
-
         with self._errors(f"listing {folder}"):
             if self._files is not None:
                 for path, known in self._files.list(folder):
                     yield Listed(path, known.st_size, datetime.fromtimestamp(known.st_mtime, UTC))
                 return
-            for page in obstore.list(self._store, prefix=folder or None):
+            for page in self._obstore.list(self._store, prefix=folder or None):
                 for item in page:
                     yield Listed(item["path"], item["size"], item["last_modified"])
 
     def folders(self) -> tuple[str, ...]:
         """Return the folders at the top."""
-        import obstore
-
         if self._files is not None and not os.path.exists(self.url):  # looking at a store makes no folder
             return ()
         with self._errors("listing it"):
-            return tuple(obstore.list_with_delimiter(self._store)["common_prefixes"])
+            return tuple(self._obstore.list_with_delimiter(self._store)["common_prefixes"])
 
     def delete(self, path: str) -> None:
         """Remove an object. Nothing happens if there is none."""
-        import obstore
-
         with self._errors(f"deleting {path}"), suppress(FileNotFoundError):
             if self._files is not None:
                 self._files.delete(path)
             else:
-                obstore.delete(self._store, path)
+                self._obstore.delete(self._store, path)
 
     def _check_links(self, path: str) -> None:
         """Refuse to write through a link. One that is made right now is followed, and then there is a new file elsewhere."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
+import torch
+from msgspec import structs
 from tests.integration.rounds.test_adapters import Fleet, lora, model
 from tests.integration.rounds.test_rounds import Joined
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.coordinator.agent_messages import rank_of
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import AuthenticationError
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, RoundFailed, WeightSyncError
+from weightsync.model.lora import AdapterSpec, LoraConfig
 from weightsync.protocol.lora_messages import RetireLora
 from weightsync.protocol.messages import CannotPublish
-from weightsync.protocol.proof import limited
+from weightsync.protocol.proof import Claimant, limited
 from weightsync.protocol.tokens import bearer
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
@@ -106,6 +111,70 @@ def test_publishers_of_other_limits_are_other_sources(fleet: Fleet, of_alice: Se
     assert whole.publish("carol/math").version.number == 1
 
 
+def test_no_name_of_others_is_told_where_slots_are_full(fleet: Fleet, alice: Adapters) -> None:
+    for number in range(3):
+        alice.publish("alice/math", number)
+    with pytest.raises(
+        RoundFailed, match=r"all 4 slots .*1 by other owners, and by alice/math@0, alice/math@1, alice/math@2"
+    ) as failed:
+        alice.publish("alice/chat")
+    assert "bob" not in str(failed.value)
+
+
+def test_long_limits_join_and_a_name_that_is_too_long_with_them_does_not(fleet: Fleet) -> None:
+    patterns = ",".join(f"alice-{number}-{'x' * 50}/*" for number in range(8))
+    token = limited(Secret(fleet.server.token), patterns).reveal()
+    at: dict[str, Any] = {"alpha": 8, "coordinator": fleet.server.url, "token": token}
+    with Adapters(lora(5), fleet.trainer.version, **at) as adapters:
+        assert adapters.publish(f"alice-3-{'x' * 50}/math").ok
+        with pytest.raises(ProtocolError, match="200 are allowed"):
+            Adapters(lora(5), fleet.trainer.version, source="s" * 180, **at)
+    assert fleet.trainer.publish(timeout=30).ok, "no engine was told a name that it refuses"
+
+
+def test_scalings_are_for_modules_of_the_adapter(fleet: Fleet, alice: Adapters) -> None:
+    spec = AdapterSpec("alice/math", LoraConfig(4, 8.0, scalings={"0": 2.0, "nowhere" * 100: 1.0}), fleet.trainer.version)
+    with pytest.raises(ConfigurationError, match="no module nowhere"):
+        alice._publisher.publish_adapter(spec, None, None, 10.0)
+    assert alice.publish("alice/math").ok
+
+
+def test_what_engines_would_open_with_credentials_of_their_own_is_not_offered(fleet: Fleet, of_alice: Secret) -> None:
+    hello = fleet.adapters._publisher._hello()
+    foreign = structs.replace(hello.offers[0], scheme="store", address="s3://bucket")
+    hello = structs.replace(hello, run="run", offers=(*hello.offers, foreign))
+    assert foreign in rank_of(hello, hello.run).hello.offers
+    assert foreign not in rank_of(hello, hello.run, "alice/*").hello.offers
+    with pytest.raises(ConfigurationError, match="at least one transport offer"):
+        rank_of(structs.replace(hello, offers=(foreign,)), hello.run, "alice/*")
+
+
+def test_a_refused_request_is_the_last_of_its_connection(fleet: Fleet, of_alice: Secret) -> None:
+    where = Address.parse(fleet.server.url)
+    claimant = Claimant(of_alice, where)
+    with httpx.Client(base_url=where.url, trust_env=False) as client:
+        claimant.accept(client.get(claimant.target).content)
+        answer = client.get("/v1/status", headers={"Authorization": claimant.authorization("GET /v1/status")[0]})
+    assert (answer.status_code, answer.headers["connection"]) == (403, "close"), "strangers' connections are rate-limited"
+
+
+def test_one_token_takes_an_eighth_of_the_places(of_alice: Secret, fleet: Fleet) -> None:
+    settings = ServerSettings.load({"WEIGHTSYNC_TOKEN": "a-token-for-this-test", "WEIGHTSYNC_AGENTS": "16"}, port=0)
+    with BackgroundServer(settings) as server, ExitStack() as owned:
+
+        def joined(patterns: str) -> Adapters:
+            token = limited(Secret(server.token), patterns).reveal()
+            return owned.enter_context(Adapters(lora(5), None, alpha=8, coordinator=server.url, token=token))
+
+        first = joined("alice/*")
+        joined("alice/*")
+        with pytest.raises(WeightSyncError, match=r"2 agents with the token for alice/\* are connected already"):
+            joined("alice/*")
+        joined("bob/*")
+        first.close()
+        joined("alice/*")
+
+
 def test_the_command_prints_one_that_works(fleet: Fleet, of_alice: Secret, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", fleet.server.token)
     done = CliRunner().invoke(app, ["token", "-c", fleet.server.url, "--adapters", "alice/*"])
@@ -113,3 +182,18 @@ def test_the_command_prints_one_that_works(fleet: Fleet, of_alice: Secret, monke
     monkeypatch.setenv("WEIGHTSYNC_TOKEN", of_alice.reveal())
     for names in ("alice", "alice/math"):
         assert CliRunner().invoke(app, ["token", "-c", fleet.server.url, "--adapters", names]).exit_code != 0
+
+
+def test_a_message_that_an_engine_would_not_take_is_not_sent() -> None:
+    """The engine would end its connection, perhaps in a round of others."""
+    settings = ServerSettings.load({"WEIGHTSYNC_REQUIRE": "0", "WEIGHTSYNC_FRAME_BYTES": "265000"}, port=0)
+    with BackgroundServer(settings) as server, ExitStack() as owned:
+        fleet = Fleet(Joined(server, owned), owned)
+        large = {f"layers.{number}.{'x' * 40}.lora_{side}.weight": torch.zeros(1, 1) for number in range(700) for side in "AB"}
+        at: dict[str, Any] = {"alpha": 1, "coordinator": server.url, "token": server.token}
+        with Adapters(large, fleet.trainer.version, **at) as adapters, pytest.raises(RoundFailed, match=r"265,000 are allowed"):
+            adapters.publish("alice/large")
+        assert [replica.state for replica in fleet.trainer.publish(timeout=30).replicas] == ["loaded"]
+        client = Client(ClientSettings(coordinator=Address.parse(server.url), token=Secret(server.token)))
+        with client:
+            assert all(not replica.missing for replica in client.status().replicas)

@@ -321,7 +321,7 @@ def test_fewer_strangers_are_taken_in_where_each_costs_a_handshake(
     encrypted: bool, a_second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("weightsync.server.connections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("weightsync.server.allowance.time.monotonic", lambda: now[0])
     connections = Connections(Limits(unauthenticated=1), encrypted)
     while not connections.acquire():
         continue

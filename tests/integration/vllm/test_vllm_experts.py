@@ -18,6 +18,13 @@ WHOLE = "model.layers.0.mlp.experts"
 DENSE = "model.layers.0.self_attn.qkv_proj"
 
 
+def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in one piece of memory, where those of experts lie evenly, as they are received."""
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors.values()))
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensor.shape).copy_(tensor) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+
+
 def matrices(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {f"{WHOLE}.{expert}.{part}": (WIDTH, INNER) if part == "down_proj" else (INNER, WIDTH)
@@ -68,12 +75,14 @@ def test_experts_are_stacked_as_vllm_stacks_them(
     monkeypatch.setattr(loras, "_helper", lambda spec: _legal(own(spec), config))
     spec = AdapterSpec("alice/math", LoraConfig(RANK, 2.0 * RANK, scalings=scalings))
     for seed in range(2):  # the second takes the arrangement of the first
-        tensors = matrices(seed)
+        tensors = together(matrices(seed)) if seed else matrices(seed)
         ours, theirs = manager(parallel=parallel), manager(parallel=parallel)
         worker = loras.WorkerLoras(ours, 64, None)
         worker.check(spec, manifest_of(tensors))
         assert bool(worker._arranged.experts) != parallel, "the ranks of expert parallelism hold a part: vLLM cuts it"
         worker.stage("alice/math@1", spec, tensors)
+        stack = [tensors[given.name] for given in next(iter(worker._arranged.experts.values()))[0]] if not parallel else []
+        assert bool(stack and loras._one_tensor(stack) is not None) == bool(stack and seed)
         given = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         for name, tensor in given.items():
             if ".lora_B." in name:

@@ -29,9 +29,9 @@ BUCKET = {
         (lmdeploy.update(SPECS, "g", False), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": False})),
         (lmdeploy.update(SPECS, "g", True), HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"finished": True})),
         (destroy_group("g"), HttpCall("POST", "/destroy_weights_update_group", {"group_name": "g"})),
-        (lmdeploy.abort_requests(), HttpCall("POST", "/abort_request", {"abort_all": True})),
+        (lmdeploy.ABORT_REQUESTS, HttpCall("POST", "/abort_request", {"abort_all": True})),
         (init_group(WISH, 5.0), HttpCall("POST", "/init_weights_update_group", GROUP | {"timeout": 5.0})),
-        (sglang.begin(), HttpCall("POST", "/begin_weight_update", {"selector": "all"})),
+        (sglang.BEGIN, HttpCall("POST", "/begin_weight_update", {"selector": "all"})),
         (
             sglang.update(SPECS, "g"),
             HttpCall("POST", "/update_weights_from_distributed", BUCKET | {"flush_cache": False, "abort_all_requests": False}),
@@ -44,7 +44,7 @@ BUCKET = {
                 BUCKET | {"flush_cache": True, "abort_all_requests": False, "weight_version": "7"},
             ),
         ),
-        (sglang.end(), HttpCall("POST", "/end_weight_update", {})),
+        (sglang.END, HttpCall("POST", "/end_weight_update", {})),
         (sglang.pause_generation("retract"), HttpCall("POST", "/pause_generation", {"mode": "retract"})),
         (vllm.init_engine({"x": 1}), HttpCall("POST", "/init_weight_transfer_engine", {"init_info": {"x": 1}})),
         (vllm.update_weights({}), HttpCall("POST", "/update_weights", {"update_info": {}})),
@@ -63,7 +63,7 @@ def test_a_vllm_session_whose_opening_was_not_answered_is_abandoned(monkeypatch:
 
     def call(request: HttpCall, deadline: Deadline) -> None:
         asked.append(request)
-        if request == vllm.start_weight_update():
+        if request == vllm.START_WEIGHT_UPDATE:
             raise DeadlineExceeded("no answer")
 
     with vllm.VLLMClient("http://127.0.0.1:1") as client:

@@ -46,6 +46,7 @@ class Received:
     begun: threading.Event = field(default_factory=threading.Event)
     turn_seconds: float = 0.02
     yields: bool = False
+    beside: bool = False
 
     def run(self, timeout: float) -> Body:
         self.begun.set()
@@ -66,15 +67,15 @@ class Rank:
 
     def receive(self, body: Body) -> IncomingCall:
         call = self.calls[-1]
-        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, call.yields)
+        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, yields=call.yields, beside=call.beside)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
         socket: Socket = self.link._socket
         return socket
 
-    def call(self, goes_on: threading.Event, body: Body | None = None) -> asyncio.Task[Body]:
-        self.calls.append(Received(goes_on))
+    def call(self, goes_on: threading.Event, body: Body | None = None, *, beside: bool = False) -> asyncio.Task[Body]:
+        self.calls.append(Received(goes_on, beside=beside))
         return asyncio.ensure_future(self.link._dispatch(body or Resume(), SECONDS))
 
     async def hang(self) -> threading.Event:
@@ -121,6 +122,19 @@ async def test_a_call_that_yields_to_others_is_refused_without_a_consequence(ran
     with pytest.raises(DeadlineExceeded, match="did not get its turn"):
         await refused
     hanging.set()
+    assert rank.link._returning is None
+    assert socket.codes == []
+
+
+async def test_calls_beside_rounds_end_no_connection(rank: Rank) -> None:
+    """What a tenant lets hang would end the rounds of others."""
+    socket, hanging = rank.connect(), threading.Event()
+    call = rank.call(hanging, beside=True)
+    await asyncio.to_thread(rank.calls[-1].begun.wait, SECONDS)
+    with pytest.raises(DeadlineExceeded, match="did not get its turn"):
+        await rank.call(threading.Event(), beside=True)
+    hanging.set()
+    assert await call == Done()
     assert rank.link._returning is None
     assert socket.codes == []
 

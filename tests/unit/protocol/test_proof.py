@@ -181,6 +181,26 @@ def test_what_is_no_list_of_names_is_refused(adapters: str) -> None:
         Challenger(TOKEN).challenge("0" * 32, adapters)
 
 
+def test_each_limited_token_uses_up_its_own_challenges_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_MOST_USED_LIMITED", 3)
+    now = 0.0
+    challenger = Challenger(TOKEN, lambda: now)
+    alice, bob = (limited(TOKEN, f"{name}/*") for name in ("alice", "bob"))
+    for _ in range(3):
+        assert challenger.admits(proved(challenger, alice, "alice/*")[0], REQUEST)
+    assert challenger.admits(proved(challenger, alice, "alice/*")[0], REQUEST) is None
+    assert challenger.admits(proved(challenger, bob, "bob/*")[0], REQUEST)
+    assert challenger.admits(proved(challenger, TOKEN, "")[0], REQUEST)
+    now = 31.0
+    assert challenger.admits(proved(challenger, alice, "alice/*")[0], REQUEST), "until they expire"
+
+
+def test_what_is_limited_itself_admits_nobody_by_further_limits() -> None:
+    token = limited(TOKEN, "alice/*")
+    header, _ = proved(Challenger(TOKEN), token, "alice/*")
+    assert Challenger(token).admits(header, REQUEST) is None
+
+
 def test_a_limited_token_is_not_limited_further() -> None:
     with pytest.raises(ConfigurationError, match="is limited itself"):
         limited(limited(TOKEN, "alice/*"), "alice/math")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weightsync
-from weightsync.cli.options import JsonFormatter, Level, configure_logs
+from weightsync.cli.options import JsonFormatter, configure_logs
 from weightsync.config import Secret, ServerSettings
 from weightsync.errors import Aborted, ConfigurationError, RoundFailed, VerificationError, WeightSyncError
 from weightsync.model.result import ReplicaResult, RoundResult
@@ -196,7 +196,7 @@ def test_the_level_is_that_of_weightsync_alone(monkeypatch: pytest.MonkeyPatch, 
     root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
     level, root.handlers[:] = root.level, []
     try:
-        configure_logs(Level.debug, True)
+        configure_logs("debug", True)
         assert logging.getLogger("weightsync.trainer").isEnabledFor(logging.DEBUG)
         assert not logging.getLogger("asyncio").isEnabledFor(logging.INFO)
         assert not logging.getLogger("weightsync.websocket").isEnabledFor(logging.DEBUG)

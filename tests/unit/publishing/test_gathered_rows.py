@@ -54,7 +54,7 @@ def test_a_part_of_a_box_has_its_place_in_the_whole_tensor() -> None:
     assert np.array_equal(region[: 4 * one.tensor.numel()].view(np.float32), one.tensor.reshape(-1).numpy())
 
 
-def test_it_stops_when_told_and_at_its_deadline() -> None:
+def test_it_stops_when_told_and_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, shards = shards_of({f"t{index}": torch.zeros(1 << 18) for index in range(4)})
     layout = packed_layout(manifest, shards)
     region = np.zeros(layout.regions[0], np.uint8)
@@ -68,14 +68,13 @@ def test_it_stops_when_told_and_at_its_deadline() -> None:
     with pytest.raises(DeadlineExceeded):
         gathered.place(digests, NEVER, expired)
     stop = np.zeros(1, np.int8)
-    fetch = gathered._fetch
+    copy = torch._foreach_copy_
 
-    def stopping(group: object) -> object:
-        arrives = fetch(group)  # type: ignore[arg-type]
+    def stopping(*arguments: object) -> None:
+        copy(*arguments)  # type: ignore[arg-type]
         stop[0] = 1
-        return arrives
 
-    gathered._fetch = stopping  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(torch, "_foreach_copy_", stopping)
     with pytest.raises(Aborted, match="mixture"):
         gathered.place(digests, stop, None)
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from weightsync.server import loop_share
+from weightsync.server import allowance, loop_share
 from weightsync.server.loop_share import LoopShare
 
 COST = 0.01
@@ -38,6 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         await sleep(0)
 
     monkeypatch.setattr(loop_share, "time", clock)
+    monkeypatch.setattr(allowance, "time", clock)
     monkeypatch.setattr("weightsync.server.loop_share.asyncio.sleep", wait)
     return clock
 
@@ -78,7 +79,7 @@ async def test_many_requests_take_a_tenth_in_the_long_run(clock: Clock) -> None:
 async def test_those_that_wait_are_served_in_order_and_some_never_wait(clock: Clock) -> None:
     served: list[str] = []
     share = shared(clock, served)
-    share._charge(1.0)
+    share._allowance.take(1.0)
     names = [f"/{number}" for number in range(20)]
     waiting = [asyncio.ensure_future(ask(share, name)) for name in names]
     began = clock.now

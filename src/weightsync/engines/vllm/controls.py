@@ -84,7 +84,7 @@ class HttpControls:
 
     def resume(self, timeout: float) -> None:
         """Resume generation."""
-        self._http.call(vllm.resume(), Deadline(timeout))
+        self._http.call(vllm.RESUME, Deadline(timeout))
 
     def add_lora(self, label: str, timeout: float) -> None:
         """Raise ConfigurationError: names are looked up in the server's own process."""

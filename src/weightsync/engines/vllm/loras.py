@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.model import Manifest, TensorSpec
 from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, lora_modules
+from weightsync.tensors.memory_views import bytes_at
 
 _OWN = "_weightsync_loras"
 _EXPERT_PARTS = 3  # gate, down and up, in vLLM's order
@@ -172,9 +174,21 @@ def copied(stacks: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list
         if piece.numel() < size:
             piece = torch.empty(max(size, min(left, _PIECE)), dtype=dtype, pin_memory=torch.cuda.is_available())
         copy = piece[:size].view(len(stack), *stack[0].shape)
-        copies.append(torch.stack(list(stack), out=copy))
+        whole = _one_tensor(stack)
+        copies.append(torch.stack(list(stack), out=copy) if whole is None else copy.copy_(whole))
         piece, left = piece[size:], left - size
     return copies
+
+
+def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of all matrices that lie evenly in memory, as experts do: torch copies it with all cores."""
+    first, addresses = stack[0], [matrix.data_ptr() for matrix in stack]
+    steps = {after - before for before, after in pairwise(addresses)}
+    step = min(steps, default=first.nbytes)
+    if len(steps) > 1 or step < first.nbytes or step % first.element_size() or not all(m.is_contiguous() for m in stack):
+        return None
+    memory = torch.from_numpy(bytes_at(addresses[0], addresses[-1] - addresses[0] + first.nbytes)).view(first.dtype)
+    return memory.as_strided((len(stack), *first.shape), (step // first.element_size(), *first.stride()))
 
 
 def _scale(stack: torch.Tensor, factors: Sequence[float]) -> None:

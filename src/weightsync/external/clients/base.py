@@ -60,6 +60,8 @@ class UpdateClient(Closeable):
     """Whether the engine compares digests before it serves."""
     missing_route = ""
     """What to do about a route that the engine does not have."""
+    info: HttpCall | None = None
+    """The request whose answer has the label of what is served, as ``weight_version``."""
 
     def __init__(
         self,
@@ -106,7 +108,13 @@ class UpdateClient(Closeable):
 
     def version(self, deadline: Deadline) -> str | None:
         """The label of the weights that the engine says it serves; ``None`` where it says nothing."""
-        return None
+        if self.info is None:
+            return None
+        answer = self.call(self.info, deadline)
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} answered {self.info.path} with a {type(answer).__name__}")
+        label = answer.get("weight_version")
+        return None if label is None else str(label)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Start an update to ``label``.
@@ -204,14 +212,6 @@ class UpdateClient(Closeable):
     def call(self, call: HttpCall, deadline: Deadline) -> Any:  # noqa: ANN401 - JSON
         """Send one request and return its decoded answer. See :meth:`EngineHttp.call`."""
         return self._http.call(call, deadline)
-
-    def _label(self, call: HttpCall, deadline: Deadline) -> str | None:
-        """The ``weight_version`` in the answer to ``call``."""
-        answer = self.call(call, deadline)
-        if not isinstance(answer, dict):
-            raise ProtocolError(f"{self.url} answered {call.path} with a {type(answer).__name__}")
-        label = answer.get("weight_version")
-        return None if label is None else str(label)
 
     def _check_label(self, deadline: Deadline) -> None:
         """Raise :class:`~weightsync.errors.LoadError` unless the engine took the update's label."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -112,7 +113,9 @@ class EngineHttp:
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise ConfigurationError(f"{url!r} is not the URL of an engine; write it as http://host:port")
         self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._connection: Callable[..., HTTPConnection] = HTTPConnection
+        if parts.scheme == "https":
+            self._connection = partial(HTTPSConnection, context=ssl.create_default_context())
         self._prefix, self._missing_route = parts.path, missing_route
         self._headers = {"Content-Type": "application/json"} | bearer(token)
         self._lock = threading.Lock()
@@ -131,7 +134,7 @@ class EngineHttp:
         body = None if call.json is None else msgspec.json.encode(call.json)
         seconds = min(deadline.remaining(what), _CONNECT_SECONDS)
         try:
-            with closing(self._connection(seconds)) as connection:
+            with closing(self._connection(self.host, self.port, timeout=seconds)) as connection:
                 connection.connect()
                 seconds = deadline.seconds
                 with self._registered(connection.sock):
@@ -145,11 +148,6 @@ class EngineHttp:
         except (OSError, HTTPException) as error:
             raise PeerLost(f"{what} failed: {str(error) or type(error).__name__}") from error
         return self._read(what, status, content)
-
-    def _connection(self, seconds: float) -> HTTPConnection:
-        if self._tls is not None:
-            return HTTPSConnection(self.host, self.port, timeout=seconds, context=self._tls)
-        return HTTPConnection(self.host, self.port, timeout=seconds)
 
     @contextmanager
     def _registered(self, sock: socket.socket) -> Iterator[None]:

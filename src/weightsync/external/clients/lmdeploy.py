@@ -15,15 +15,13 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import PauseMode, TensorSpec
 
+ABORT_REQUESTS = HttpCall("POST", "/abort_request", {"abort_all": True})
+"""End all running requests."""
+
 
 def update(specs: Sequence[TensorSpec], group: str, finished: bool) -> HttpCall:
     """Receive a flattened bucket of one dtype, and finalize if it was the last. Raises ``ConfigurationError`` for mixed dtypes."""
     return HttpCall("POST", "/update_weights_from_distributed", bucket_body(specs, group) | {"finished": finished})
-
-
-def abort_requests() -> HttpCall:
-    """End all running requests."""
-    return HttpCall("POST", "/abort_request", {"abort_all": True})
 
 
 class LMDeployClient(UpdateClient):
@@ -42,7 +40,7 @@ class LMDeployClient(UpdateClient):
         """End running requests; nothing holds back new ones, so the router must. Only ``abort``."""
         if mode != "abort":
             raise ConfigurationError(f"LMDeploy cannot pause with {mode!r}: it only aborts")
-        self.call(abort_requests(), deadline)
+        self.call(ABORT_REQUESTS, deadline)
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """The last bucket finalized already."""

@@ -17,17 +17,19 @@ _MODES: dict[PauseMode, SGLangMode] = {"abort": "abort", "keep": "retract"}
 """``keep``: requests go back to the queue and are computed again. ``in_place`` would keep cache entries of the old weights, which
 SGLang refuses to flush while requests run, after the weights have changed."""
 
+BEGIN = HttpCall("POST", "/begin_weight_update", {"selector": "all"})
+"""Open the session that updates need."""
+END = HttpCall("POST", "/end_weight_update", {})
+"""Close the session, after the last bucket or after a failure."""
+CONTINUE_GENERATION = HttpCall("POST", "/continue_generation", {})
+"""Generate again."""
+
 
 def sglang_mode(mode: PauseMode) -> SGLangMode:
     """What ``mode`` is called there. Raises :class:`~weightsync.errors.ConfigurationError`: SGLang has no way to ``wait``."""
     if mode not in _MODES:
         raise ConfigurationError(f"SGLang cannot pause with {mode!r}; it knows {', '.join(_MODES)}")
     return _MODES[mode]
-
-
-def begin() -> HttpCall:
-    """Open the session that updates need."""
-    return HttpCall("POST", "/begin_weight_update", {"selector": "all"})
 
 
 def update(
@@ -44,24 +46,9 @@ def update_from_disk(path: str, version: str | None = None) -> HttpCall:
     return HttpCall("POST", "/update_weights_from_disk", body if version is None else body | {"weight_version": version})
 
 
-def end() -> HttpCall:
-    """Close the session, after the last bucket or after a failure."""
-    return HttpCall("POST", "/end_weight_update", {})
-
-
 def pause_generation(mode: SGLangMode) -> HttpCall:
     """Stop generating."""
     return HttpCall("POST", "/pause_generation", {"mode": mode})
-
-
-def continue_generation() -> HttpCall:
-    """Generate again."""
-    return HttpCall("POST", "/continue_generation", {})
-
-
-def model_info() -> HttpCall:
-    """What is served; ``weight_version`` is among it."""
-    return HttpCall("GET", "/model_info")
 
 
 class SGLangClient(UpdateClient):
@@ -71,6 +58,7 @@ class SGLangClient(UpdateClient):
     """
 
     engine = "sglang"
+    info = HttpCall("GET", "/model_info")
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, self.label if last else None, last=last)
@@ -81,25 +69,21 @@ class SGLangClient(UpdateClient):
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
-        self.call(continue_generation(), deadline)
-
-    def version(self, deadline: Deadline) -> str | None:
-        """Its ``weight_version``."""
-        return self._label(model_info(), deadline)
+        self.call(CONTINUE_GENERATION, deadline)
 
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
         if not label:
             raise ConfigurationError("SGLang labels what it serves: an update needs a label")
         super().begin(label, fingerprint, deadline)
-        self.call(begin(), deadline)
+        self.call(BEGIN, deadline)
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Close the session, and look whether SGLang took the label."""
-        self.call(end(), deadline)
+        self.call(END, deadline)
         self._check_label(deadline)
         return f"version {self.label}; SGLang verifies nothing of it"
 
     def abort(self, deadline: Deadline) -> None:
         """Close the session; everything must be sent again."""
-        self.call(end(), deadline)
+        self.call(END, deadline)

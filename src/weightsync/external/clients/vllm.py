@@ -20,21 +20,17 @@ from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, t
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
 MISSING_ROUTE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+SHUTDOWN_ENGINE = HttpCall("POST", "/shutdown_weight_transfer_engine", {})
+"""End the backend."""
+START_WEIGHT_UPDATE = HttpCall("POST", "/start_weight_update", {})
+"""Open a session for the model."""
+RESUME = HttpCall("POST", "/resume")
+"""Generate again."""
 
 
 def init_engine(info: Mapping[str, Any]) -> HttpCall:
     """Make the backend ready, once."""
     return HttpCall("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
-
-
-def shutdown_engine() -> HttpCall:
-    """End the backend."""
-    return HttpCall("POST", "/shutdown_weight_transfer_engine", {})
-
-
-def start_weight_update() -> HttpCall:
-    """Open a session for the model."""
-    return HttpCall("POST", "/start_weight_update", {})
 
 
 def update_weights(info: Mapping[str, Any]) -> HttpCall:
@@ -50,11 +46,6 @@ def finish_weight_update(version: str) -> HttpCall:
 def pause(mode: PauseMode, *, clear_cache: bool = True) -> HttpCall:
     """Stop generating. With ``keep`` requests are held; if caches are dropped, their entries are computed again."""
     return HttpCall("POST", f"/pause?mode={mode}&clear_cache={'true' if clear_cache else 'false'}")
-
-
-def resume() -> HttpCall:
-    """Generate again."""
-    return HttpCall("POST", "/resume")
 
 
 def reset_prefix_cache(*, everything: bool = False) -> HttpCall:
@@ -76,17 +67,13 @@ def collective_rpc(method: str) -> HttpCall:
     return HttpCall("POST", "/collective_rpc", {"method": method})
 
 
-def weight_info() -> HttpCall:
-    """What is served; ``weight_version`` is among it."""
-    return HttpCall("GET", "/weight_info")
-
-
 class VLLMClient(UpdateClient):
     """One vLLM server whose backend joins weightsync groups."""
 
     engine = "vllm"
     verifies = True
     missing_route = MISSING_ROUTE
+    info = HttpCall("GET", "/weight_info")
     _session = False
     _manifest: Manifest | None = None
 
@@ -99,7 +86,7 @@ class VLLMClient(UpdateClient):
         self._manifest = manifest
 
     def _destroy(self) -> HttpCall:
-        return shutdown_engine()
+        return SHUTDOWN_ENGINE
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update_weights(bucket_body(specs, self.group_name))
@@ -110,7 +97,7 @@ class VLLMClient(UpdateClient):
 
     def resume(self, deadline: Deadline) -> None:
         """Generate again."""
-        self.call(resume(), deadline)
+        self.call(RESUME, deadline)
 
     def flush(self, deadline: Deadline) -> None:
         """Drop the prefix cache, and look whether that worked."""
@@ -119,15 +106,11 @@ class VLLMClient(UpdateClient):
             return
         raise LoadError(f"{self.url} did not drop its prefix cache: {answer!r}")
 
-    def version(self, deadline: Deadline) -> str | None:
-        """Its ``weight_version``."""
-        return self._label(weight_info(), deadline)
-
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Open a session."""
         super().begin(label, fingerprint, deadline)
         self._session = True  # also if the answer does not come: vLLM may have opened it
-        self.call(start_weight_update(), deadline)
+        self.call(START_WEIGHT_UPDATE, deadline)
 
     def commit(self, digests: Mapping[str, str], deadline: Deadline) -> str:
         """Have the digests compared and everything loaded; finish the session, and look whether vLLM took the label."""

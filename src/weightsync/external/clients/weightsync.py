@@ -9,6 +9,11 @@ from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import GroupSpec, HttpCall, bucket_body, init_group, tensors_body
 from weightsync.model import Manifest, PauseMode, TensorSpec
 
+END = HttpCall("POST", "/end_weight_update", {})
+"""Commit with what is known, or give up an update that failed: SGLang's end."""
+ABORT = HttpCall("POST", "/abort_weight_update", {})
+"""Give up; the engine stays paused."""
+
 
 def check(label: str | None, manifest: Manifest) -> HttpCall:
     """Say whether an update of these tensors would be taken; nothing is paused for it."""
@@ -33,26 +38,15 @@ def commit(digests: Mapping[str, str]) -> HttpCall:
     return HttpCall("POST", "/commit_weight_update", {"digests": dict(digests)})
 
 
-def end() -> HttpCall:
-    """Commit with what is known, or give up an update that failed: SGLang's end."""
-    return HttpCall("POST", "/end_weight_update", {})
-
-
-def abort() -> HttpCall:
-    """Give up; the engine stays paused."""
-    return HttpCall("POST", "/abort_weight_update", {})
-
-
-def state() -> HttpCall:
-    """Where the engine stands."""
-    return HttpCall("GET", "/weight_update")
-
-
 class WeightUpdateClient(UpdateClient):
-    """One server with weightsync's own routes: it pauses when an update begins and resumes when it is committed, by itself."""
+    """One server with weightsync's own routes: it pauses when an update begins and resumes when it is committed, by itself.
+
+    It says no version while it is paused.
+    """
 
     engine = "weightsync"
     verifies = True
+    info = HttpCall("GET", "/weight_update")
     _mode: PauseMode | None = None
     _init_seconds = 60.0
 
@@ -75,10 +69,6 @@ class WeightUpdateClient(UpdateClient):
         """The begin pauses, in this mode."""
         self._mode = mode
 
-    def version(self, deadline: Deadline) -> str | None:
-        """What is served now; ``None`` while it is paused."""
-        return self._label(state(), deadline)
-
     def begin(self, label: str | None, fingerprint: str | None, deadline: Deadline, whole: Deadline | None = None) -> None:
         """Begin; the server gives the update up by itself when the deadline of the whole update has passed."""
         super().begin(label, fingerprint, deadline)
@@ -90,4 +80,4 @@ class WeightUpdateClient(UpdateClient):
 
     def abort(self, deadline: Deadline) -> None:
         """Give up."""
-        self.call(abort(), deadline)
+        self.call(ABORT, deadline)

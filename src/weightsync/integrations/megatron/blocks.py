@@ -7,7 +7,7 @@ whole model>.<parameter>``, however Megatron groups them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from weightsync.integrations.megatron.packing import Packing, Part
@@ -16,6 +16,8 @@ HFConfig: TypeAlias = Any
 """A configuration object of Transformers, or any object with the same attributes."""
 Rules = Mapping[str, Packing]
 """By the name of a Megatron parameter, the Hugging Face tensors that it holds."""
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of the matrices of a gated MLP."""
 
 
 def whole(name: str, *shape: int, dim: int = 0, cut: bool = False, dtype: str | None = None) -> Packing:
@@ -93,8 +95,8 @@ def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int
             parts += (Part(query, shape, head * step + gate, extent) for gate in (0, extent) for head in range(first, first + each))
         else:
             parts.append(Part(query, shape, first * extent, each * extent))
-        parts.append(Part(f"self_attn.k_proj.{kind}", (groups * extent, *columns), group * extent, extent))
-        parts.append(Part(f"self_attn.v_proj.{kind}", (groups * extent, *columns), group * extent, extent))
+        keys_values = (f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
+        parts += (Part(name, (groups * extent, *columns), group * extent, extent) for name in keys_values)
     return Packing(tuple(parts))
 
 
@@ -173,16 +175,12 @@ def prediction(config: HFConfig) -> Rules:
 
 
 def experts(
-    config: HFConfig,
-    count: int,
-    ffn: int,
-    *,
-    stacked: bool,
-    gate: str = "mlp.experts.{}.gate_proj.weight",
-    up: str = "mlp.experts.{}.up_proj.weight",
-    down: str = "mlp.experts.{}.down_proj.weight",
+    config: HFConfig, count: int, ffn: int, *, stacked: bool, name: str = "mlp", matrices: Sequence[str] = GATE_UP_DOWN
 ) -> Rules:
-    """Return the rules of routed gated experts, each with names of its own or ``stacked`` as in modules of Transformers 5."""
+    """Return the rules of routed gated experts, each with names of its own or ``stacked`` as in modules of Transformers 5.
+
+    An expert's own names begin with that of the MLP, ``name``, and end with those of its ``matrices``: gate, up and down.
+    """
     rules = dict[str, Packing]()
     hidden = config.hidden_size
     gates_up, downs = (count, 2 * ffn, hidden), (count, hidden, ffn)
@@ -193,8 +191,8 @@ def experts(
             second = Part("mlp.experts.gate_up_proj", gates_up, ffn, ffn, (expert,))
             last = Part("mlp.experts.down_proj", downs, index=(expert,))
         else:
-            first, second = Part(gate.format(expert), (ffn, hidden)), Part(up.format(expert), (ffn, hidden))
-            last = Part(down.format(expert), (hidden, ffn))
+            gate, up, down = (f"{name}.experts.{expert}.{matrix}.weight" for matrix in matrices)
+            first, second, last = Part(gate, (ffn, hidden)), Part(up, (ffn, hidden)), Part(down, (hidden, ffn))
         rules[f"{module}.linear_fc1.weight"] = Packing((first, second), interleaved=True)
         rules[f"{module}.linear_fc2.weight"] = Packing((last,), dim=1)
     return rules

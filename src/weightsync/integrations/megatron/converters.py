@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -23,8 +23,8 @@ _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.([0-9]+)\.(linear_fc[12]\
 class Converter(ABC):
     """Converts one parameter of a rank to tensors under Hugging Face names. What other ranks hold of them is NaN."""
 
-    def __init__(self, place: ParallelPlace) -> None:
-        self._place = place
+    def __init__(self, bridge: Any, place: ParallelPlace) -> None:  # noqa: ANN401
+        self._bridge, self._place = bridge, place
 
     @abstractmethod
     def convert(self, name: str, parameter: torch.Tensor, module: nn.Module, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -77,7 +77,7 @@ class _MegatronBridge(Converter):
     """Megatron-Bridge's own mapping of a parameter, whose gathers find this rank alone."""
 
     def __init__(self, bridge: Any, config: Any, place: ParallelPlace) -> None:  # noqa: ANN401
-        super().__init__(place)
+        super().__init__(bridge, place)
         if getattr(bridge, "hf_config", None) is None:
             bridge.hf_config = config  # as its own conversions do first
         with self._alone():
@@ -130,10 +130,6 @@ class Alone(dist.ProcessGroup):
 class _MBridge(Converter):
     """mbridge's two steps: merge what tensor-parallel ranks hold, and rename."""
 
-    def __init__(self, bridge: Any, place: ParallelPlace) -> None:  # noqa: ANN401
-        super().__init__(place)
-        self._bridge = bridge
-
     def convert(self, name: str, parameter: torch.Tensor, module: nn.Module, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         known_as = next(filter(self._knows, _names(name)), None)
         if known_as is None:
@@ -150,14 +146,10 @@ class _MBridge(Converter):
 
 
 class _Function(Converter):
-    """A function that converts a whole parameter: slime's, AReaL's and ROLL's converters have this form.
+    """A function of a name and a whole parameter, which gives names and tensors: slime's, AReaL's and ROLL's converters are such.
 
     The parts of tensor-parallel ranks are put together as these frameworks do: gate and up apart.
     """
-
-    def __init__(self, function: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]], place: ParallelPlace) -> None:
-        super().__init__(place)
-        self._function = function
 
     def convert(self, name: str, parameter: torch.Tensor, module: nn.Module, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
         name = _LOCAL_EXPERT.sub(r".experts.\2\1", name)
@@ -170,7 +162,7 @@ class _Function(Converter):
             elif is_expert(name) and "linear_fc2.weight" in name:
                 dim = 1  # grouped experts may say 0
             values = torch.cat(parts, dim)
-        return dict(self._function(name, values))
+        return dict(self._bridge(name, values))
 
 
 def with_config(module: nn.Module, config: Any) -> nn.Module:  # noqa: ANN401

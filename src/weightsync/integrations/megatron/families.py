@@ -57,20 +57,12 @@ def _qwen3_moe(config: HFConfig, number: int, stacked: bool) -> Rules:
 
 
 def _mixtral(config: HFConfig, _: int, stacked: bool) -> Rules:
-    count, names = _experts(config), "block_sparse_moe.experts.{}."
+    count, name = _experts(config), "mlp" if stacked else "block_sparse_moe"
     return {
         **norms(config),
         **attention(config),
-        **router(config, count, name="mlp.gate" if stacked else "block_sparse_moe.gate"),
-        **experts(
-            config,
-            count,
-            config.intermediate_size,
-            stacked=stacked,
-            gate=names + "w1.weight",
-            up=names + "w3.weight",
-            down=names + "w2.weight",
-        ),
+        **router(config, count, name=f"{name}.gate"),
+        **experts(config, count, config.intermediate_size, stacked=stacked, name=name, matrices=("w1", "w3", "w2")),
     }
 
 

@@ -84,10 +84,8 @@ def hf_state(
             "(layernorm_zero_centered_gamma): that is no view of the parameter, and is not converted silently. "
             "hf_state(..., convert_norms=True) publishes converted copies of them"
         )
-    predicted = getattr(chunks[0].config, "mtp_num_layers", None) or 0
-    rules = ModelRules(
-        config, family, dtype_name(chunks[0].config.params_dtype), stacked=stacked_experts, predicted=predicted
-    )  # fmt: skip
+    dtype, predicted = dtype_name(chunks[0].config.params_dtype), getattr(chunks[0].config, "mtp_num_layers", None) or 0
+    rules = ModelRules(config, family, dtype, stacked=stacked_experts, predicted=predicted)
     experts = chunks[0].config.num_moe_experts
     if rules.expert_counts - {experts}:
         raise ConfigurationError(
@@ -169,8 +167,7 @@ class MegatronState(LiveState):
 
 def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None:
     """Refuse what shapes cannot tell: two configurations that mean different models."""
-    model = chunks[0].config
-    place = chunks[0].place
+    model, place = chunks[0].config, chunks[0].place
     wanted: dict[str, object] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -190,15 +187,15 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None
             "kv_channels": head_dim(config),
             "rotary_interleaved": False,
         }
+    predicted = getattr(model, "mtp_num_layers", None) or 0
+    if predicted:
+        wanted["mtp_num_layers"] = getattr(config, "num_nextn_predict_layers", None) or 0
     for name, value in wanted.items():
         if getattr(model, name) != value:
             raise ConfigurationError(
                 f"Megatron's {name} is {getattr(model, name)!r} on {place}, and the Hugging Face configuration means {value!r}"
             )
-    for setting in (
-        "moe_mlp_glu_interleave_size",
-        "moe_shared_expert_glu_interleave_size",
-    ):  # of later releases; shapes do not tell
+    for setting in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):  # of later releases
         if getattr(model, setting, None):
             raise ConfigurationError(
                 f"experts on {place} alternate {getattr(model, setting)} rows of gate and up ({setting}): this family has no rules "
@@ -215,12 +212,6 @@ def _check_configuration(chunks: Sequence[ModelChunk], config: HFConfig) -> None
             raise ConfigurationError(
                 f"share_embeddings_and_output_weights is {shared} on {place}, and tie_word_embeddings {config.tie_word_embeddings}"
             )
-    predicted = getattr(model, "mtp_num_layers", None) or 0
-    if predicted and predicted != (getattr(config, "num_nextn_predict_layers", None) or 0):
-        raise ConfigurationError(
-            f"Megatron's mtp_num_layers is {predicted} on {place}, and the Hugging Face configuration has "
-            f"num_nextn_predict_layers {getattr(config, 'num_nextn_predict_layers', None)}"
-        )
     virtual = model.virtual_pipeline_model_parallel_size or 1
     if len(chunks) != virtual:
         raise ConfigurationError(f"{place} has {virtual} virtual pipeline stages, and hf_state got {len(chunks)} model chunks")

@@ -77,6 +77,8 @@ class EngineOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 Way: TypeAlias = Literal["direct", "shards", "stream"]
 """How weights travel: shards to vLLM's workers; shards to rollout ranks, which hand whole tensors to verl; gathered tensors."""
+_OFFERED: dict[Way, tuple[str, ...]] = {"direct": ("number", "joined"), "shards": ("number", "tensors"), "stream": ()}
+"""What all ranks must know of that, as actor rank 0 says it."""
 
 
 class DirectUpdate(NamedTuple):
@@ -103,9 +105,9 @@ def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[s
 
 
 @cache
-def _say_why(way: Way, reason: str) -> None:
-    how = "actor ranks gather whole tensors" if way == "stream" else "actor ranks publish their shards"
-    _log.warning("weightsync: %s, and rollout ranks receive whole tensors, because of %s", how, reason)
+def say_why(what: str, reason: str) -> None:
+    """Log once why weights do not travel directly."""
+    _log.warning("weightsync: %s, because of %s", what, reason)
 
 
 def exchange(text: str) -> list[str]:
@@ -205,7 +207,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigurationError("actor rank 0 offers no coordinator: verl did not make it with is_master=True")
         way, reason = choose_way(actors, rollouts)
         if reason:
-            _say_why(way, reason)
+            how = "gather whole tensors" if way == "stream" else "publish their shards"
+            say_why(f"actor ranks {how}, and rollout ranks receive whole tensors", reason)
         every = cls.arguments(way, actors, rollouts)
 
         def ranks(size: int) -> dict[str, list[Any]]:
@@ -222,13 +225,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             MembershipError: Two rollout ranks have one name.
         """
         meeting = arrange(actors[0], (*actors, *rollouts), rollouts)
-        every: dict[str, Any] = {"way": way}
-        if way != "stream":
-            every["number"] = actors[0]["number"]
-        if way == "shards":
-            every["tensors"] = actors[0]["tensors"]
+        every: dict[str, Any] = {"way": way, **{name: actors[0][name] for name in _OFFERED[way]}}
         if way == "direct":
-            every["joined"] = actors[0]["joined"]
             every["servers"] = {about["replica"]: about["server"] for about in rollouts if "server" in about}
             meeting = msgspec.structs.replace(meeting, receivers=tuple(every["servers"]))
         return {**every, "meeting": msgspec.to_builtins(meeting)}
@@ -324,13 +322,12 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._is_master:
             return {}
         verified = {replica.name: replica.verified for replica in result.replicas}
+        receivers = "replicas" if self._way == "direct" else "rollout_ranks"
         return {
             "checkpoint_engine/version": float(result.version.number),
             "checkpoint_engine/seconds": result.seconds,
             "checkpoint_engine/payload_mbytes": result.nbytes / (1 << 20),
-            "checkpoint_engine/replicas" if self._way == "direct" else "checkpoint_engine/rollout_ranks": float(
-                len(self.meeting.receivers)
-            ),
+            f"checkpoint_engine/{receivers}": float(len(self.meeting.receivers)),
             "checkpoint_engine/installed": float(all(verified.get(name) == "installed" for name in self.meeting.receivers)),
         }
 

@@ -97,10 +97,9 @@ class EngineShards:
         checkpoint.check_same(manifest, "the training engine")
         if direct:
             return ShardSource(state, dtypes, options.transports), manifest
-        as_asked = options.dtypes({spec.name: torch.empty(0, dtype=torch_dtype(spec.dtype)) for spec in own})
-        return ShardSource(state, as_asked, options.shard_transports()), shards_of(state, dtype=as_asked, include_buffers=buffers)[
-            0
-        ]
+        as_asked = options.dtypes({spec.name: torch_dtype(spec.dtype) for spec in own})
+        manifest = shards_of(state, dtype=as_asked, include_buffers=buffers)[0]
+        return ShardSource(state, as_asked, options.shard_transports()), manifest
 
 
 def _state(engine: Any) -> torch.nn.Module | ShardedState:  # noqa: ANN401 - verl's

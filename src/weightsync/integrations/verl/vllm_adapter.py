@@ -25,6 +25,7 @@ from weightsync.integrations.verl.backend import (
     StreamCheckpointEngine,
     choose_way,
     exchange,
+    say_why,
 )
 from weightsync.integrations.verl.source import training_engine
 from weightsync.integrations.verl.vllm_servers import ServedReplica
@@ -100,7 +101,7 @@ class _Colocated:
         way, reason = choose_way(actors, replicas)
         if way != "direct":
             if self._rank == 0:
-                _say_why(reason)
+                say_why("verl gathers the weights and hands them to vLLM itself", reason)
             self._replica.leave()
             self._actor.leave()
             return False
@@ -127,11 +128,6 @@ def _raise_first(errors: Any) -> None:  # noqa: ANN401 - texts
     first = next(filter(None, errors), "")
     if first:
         raise RoundFailed(f"the update did not begin, because an actor rank failed: {first}")
-
-
-@cache
-def _say_why(reason: str) -> None:
-    _log.warning("weightsync: verl gathers the weights and hands them to vLLM itself, because of %s", reason)
 
 
 @cache

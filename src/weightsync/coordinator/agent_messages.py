@@ -43,7 +43,6 @@ _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
 _LONGEST_SHOWN = 60
-_OFFERS_OF_LIMITED = frozenset({"tcp", "shared_memory"})
 _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
@@ -76,12 +75,8 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
             raise AuthenticationError(
                 f"this token admits to publishing the adapters {limits} only, not to a rank of role {hello.role}"
             )
-        hello = structs.replace(
-            hello,
-            name=f"{hello.name} ({limits.replace('/', ':') if len(limits) <= _LONGEST_SHOWN else known_as(limits)[:32]})",
-            # An engine would open any other with credentials of its own.
-            offers=tuple(offer for offer in hello.offers if offer.scheme in _OFFERS_OF_LIMITED),
-        )
+        shown = limits.replace("/", ":") if len(limits) <= _LONGEST_SHOWN else known_as(limits)[:32]
+        hello = structs.replace(hello, name=f"{hello.name} ({shown})")
         if len(hello.name) > _LONGEST:
             raise ProtocolError(
                 f"a source's name and the limits of its token have {len(hello.name)} characters; {_LONGEST} are allowed"

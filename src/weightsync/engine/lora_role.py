@@ -83,7 +83,9 @@ class LoraRole(SessionFront):
     ) -> None:
         super().__init__(EngineSession(_NoWeights(), member, self._abort_work))
         self._adapter, self._base, self._report = adapter, base, report
-        self._context = replace(context, engine=self.session, progress=lambda nbytes: None)
+        # Read from the publisher's memory, not from a store, say, which this engine would open with credentials of its own.
+        readers = [transport for transport in context.transports if "host" in transport.traits.reads]
+        self._context = replace(context, engine=self.session, transports=readers, progress=lambda nbytes: None)
         self._handlers = {
             PrepareLora: self._prepare, StageLora: self._stage, RegisterLora: self._register, DropLora: self._drop,
             LetGo: self._let_go,

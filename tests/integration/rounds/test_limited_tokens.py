@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from msgspec import structs
@@ -16,19 +17,20 @@ from typer.testing import CliRunner
 
 from weightsync.cli.main import app
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
-from weightsync.coordinator.agent_messages import rank_of
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, RoundFailed, WeightSyncError
 from weightsync.model.lora import AdapterSpec, LoraConfig
 from weightsync.protocol.lora_messages import RetireLora
-from weightsync.protocol.messages import CannotPublish
+from weightsync.protocol.messages import CannotPublish, Hello, Offer, Traits
 from weightsync.protocol.proof import Claimant, limited
+from weightsync.protocol.store_messages import StoreAddress
 from weightsync.protocol.tokens import bearer
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.adapters import Adapters
+from weightsync.trainer.adapters import Adapters, _AdapterPublisher
 from weightsync.trainer.trainer import Trainer
+from weightsync.transports import store
 
 
 @pytest.fixture
@@ -139,14 +141,23 @@ def test_scalings_are_for_modules_of_the_adapter(fleet: Fleet, alice: Adapters) 
     assert alice.publish("alice/math").ok
 
 
-def test_what_engines_would_open_with_credentials_of_their_own_is_not_offered(fleet: Fleet, of_alice: Secret) -> None:
-    hello = fleet.adapters._publisher._hello()
-    foreign = structs.replace(hello.offers[0], scheme="store", address="s3://bucket")
-    hello = structs.replace(hello, run="run", offers=(*hello.offers, foreign))
-    assert foreign in rank_of(hello, hello.run).hello.offers
-    assert foreign not in rank_of(hello, hello.run, "alice/*").hello.offers
-    with pytest.raises(ConfigurationError, match="at least one transport offer"):
-        rank_of(structs.replace(hello, offers=(foreign,)), hello.run, "alice/*")
+def test_engines_open_nothing_for_an_adapter_with_credentials_of_their_own(
+    fleet: Fleet, of_alice: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(store, "ObjectStore", opened.append)
+    where = msgspec.json.encode(StoreAddress("s3://of-her-choice", "r", 1, 0, 0)).decode()
+    own = _AdapterPublisher._hello
+
+    def hello(publisher: _AdapterPublisher) -> Hello:
+        given = own(publisher)
+        return structs.replace(given, offers=(Offer("store", where, given.offers[0].host, Traits(encrypted=True)),))
+
+    monkeypatch.setattr(_AdapterPublisher, "_hello", hello)
+    at: dict[str, Any] = {"alpha": 8, "coordinator": fleet.server.url, "token": of_alice.reveal()}
+    with Adapters(lora(5), fleet.trainer.version, **at) as adapters, pytest.raises(RoundFailed, match="no transport reaches"):
+        adapters.publish("alice/math", timeout=20)
+    assert opened == []
 
 
 def test_a_refused_request_is_the_last_of_its_connection(fleet: Fleet, of_alice: Secret) -> None:

@@ -117,15 +117,6 @@ class Plan:
         """Number of pieces of all targets."""
         return int(self._counts.sum())
 
-    def source_bytes(self) -> dict[str, int]:
-        """Bytes that each source delivers in total, including zeros. Expands every target's pieces once, which is as expensive."""
-        load = np.zeros(len(self.sources), np.float64)
-        for place in range(len(self.targets)):
-            part, _ = self._expand(place)
-            member = self._options.member[self._holder(place, part)]
-            load += np.bincount(member, weights=self._templates.nbytes[part], minlength=len(load))
-        return {rank.member: int(amount) for rank, amount in zip(self.sources, load, strict=True)}
-
     def _expand(self, place: int) -> tuple[Int64, Int64]:
         """Template and tensor of each piece of a target, ordered by tensor and template."""
         tensors = np.flatnonzero(np.diff(self._target.first[place]))

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.planning import Pieces, Plan, SourceRank, TargetRank
+from weightsync.planning.pieces import Pieces
+from weightsync.planning.plan import Plan, SourceRank, TargetRank
 from weightsync.protocol.messages import Host
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,6 +62,17 @@ def ranks_of(layouts: Mapping[str, Layout], hosts: Mapping[str, Host] | None = N
 
 def targets_of(layouts: Mapping[str, Layout], hosts: Mapping[str, Host] | None = None) -> list[TargetRank]:
     return [TargetRank(name, (hosts or {}).get(name, HERE), layout) for name, layout in layouts.items()]
+
+
+def source_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes that each source of a plan delivers in total, including zeros."""
+    load = dict.fromkeys((rank.member for rank in plan.sources), 0)
+    for target in plan.targets:
+        pieces = plan.pieces(target.member)
+        nbytes = pieces.sizes() * plan.manifest.itemsizes[target.layout.tensor[pieces.target_row]]
+        for number, amount in enumerate(np.bincount(pieces.source, weights=nbytes, minlength=len(pieces.sources))):
+            load[pieces.sources[number]] += int(amount)
+    return load
 
 
 def contents(manifest: Manifest, seed: int) -> list[Bytes]:

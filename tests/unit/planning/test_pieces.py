@@ -11,7 +11,8 @@ from tests.unit.planning.simulation import layout_of, ranks_of, spec, targets_of
 
 from weightsync.errors import PlanMismatch
 from weightsync.model import Manifest
-from weightsync.planning import Pieces, plan_transfer
+from weightsync.planning.pieces import Pieces
+from weightsync.planning.plan import plan_transfer
 from weightsync.protocol.messages import PieceColumns
 from weightsync_bench.sharding import fsdp
 

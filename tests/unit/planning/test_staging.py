@@ -8,7 +8,10 @@ from tests.unit.planning.simulation import check_plan, layout_of, ranks_of, spec
 
 from weightsync.errors import ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.planning import coverage_of, plan_transfer, split_rows, staging_layout
+from weightsync.planning.buckets import staging_layout
+from weightsync.planning.coverage import coverage_of
+from weightsync.planning.plan import plan_transfer
+from weightsync.planning.split import split_rows
 from weightsync_bench.shapes import qwen3_30b_a3b
 from weightsync_bench.sharding import fsdp, tensor_parallel
 

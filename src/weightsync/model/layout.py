@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -182,3 +182,13 @@ def packed_strides(extents: Int64, itemsizes: Int64) -> Int64:
         strides[:, dim] = step
         step = step * extents[:, dim]
     return strides
+
+
+def padded_boxes(boxes: Sequence[Box], dims: int) -> tuple[Int64, Int64]:
+    """First indices and stops of ``boxes``, ``int64[boxes, dims]`` each, padded in front as the columns of :class:`Layout`."""
+    starts = np.zeros((len(boxes), dims), np.int64)
+    stops = np.ones_like(starts)
+    for row, box in enumerate(boxes):
+        if box.starts:
+            starts[row, -len(box.starts) :], stops[row, -len(box.stops) :] = box.starts, box.stops
+    return starts, stops

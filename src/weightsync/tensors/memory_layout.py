@@ -10,7 +10,7 @@ import torch
 from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.model.layout import packed_strides
+from weightsync.model.layout import packed_strides, padded_boxes
 from weightsync.tensors.shards import Shard, dtype_name, ordered
 
 
@@ -73,15 +73,11 @@ def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 
 def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[Int32, Int64, Int64, Int64]:
     """Tensor index, starts, stops and byte strides, padded in front to the manifest's dimensions."""
     tensor = np.array([manifest.index[shard.name] for shard in rows], np.int32)
-    starts = np.zeros((len(rows), manifest.dims), np.int64)
-    stops = np.ones_like(starts)
+    starts, stops = padded_boxes([shard.box for shard in rows], manifest.dims)
     strides = np.zeros_like(starts)
     for row, shard in enumerate(rows):
         if shard.shape:
-            first = manifest.dims - len(shard.shape)
-            starts[row, first:] = shard.box.starts
-            stops[row, first:] = shard.box.stops
-            strides[row, first:] = shard.tensor.stride()
+            strides[row, -len(shard.shape) :] = shard.tensor.stride()
             strides[row] *= shard.tensor.element_size()
     # The stride of a dimension of one element has no meaning, and torch leaves arbitrary values there.
     strides[stops - starts == 1] = 0

@@ -12,6 +12,7 @@ from torch import nn
 
 from weightsync.errors import LayoutError, LoadError, WeightSyncError, few
 from weightsync.model import Box, Manifest
+from weightsync.model.layout import padded_boxes
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
@@ -281,13 +282,8 @@ def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], m
 
 
 def _index(manifest: Manifest, copies: Sequence[TracedCopy]) -> BoxIndex:
-    starts = np.zeros((len(copies), manifest.dims), np.int64)
-    stops = np.ones_like(starts)
-    for row, copy in enumerate(copies):
-        if copy.box.starts:
-            starts[row, -len(copy.box.starts) :] = copy.box.starts
-            stops[row, -len(copy.box.starts) :] = copy.box.stops
-    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), starts, stops)
+    boxes = padded_boxes([copy.box for copy in copies], manifest.dims)
+    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), *boxes)
 
 
 def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weightsync.arrays import Int8, Int64, UInt64
+from weightsync.arrays import Int8, UInt64
 from weightsync.errors import LayoutError, ProtocolError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.digest import columns_address
@@ -15,8 +15,26 @@ from weightsync.tensors.kernels import copy_table
 _NEVER = np.zeros(1, np.int8)
 
 
-def _bases(source_addresses: Sequence[int]) -> Int64:
-    return np.asarray(source_addresses, np.int64)
+def _run(
+    tiles: CopyTable,
+    first: int,
+    last: int,
+    *,
+    sources: Sequence[int] = (),
+    scattered: int = 0,
+    packed: int = 0,
+    out: UInt64 | None = None,
+    stop: Int8 | None,
+) -> int:
+    """Copy tiles ``first <= i < last`` from ``sources`` or the bucket ``scattered`` to their targets or the bucket ``packed``."""
+    if not 0 <= first <= last <= len(tiles):
+        raise ProtocolError(f"tiles {first}:{last} of a table of {len(tiles)}")
+    digests, columns = 0, 0
+    if out is not None:
+        check_keys(tiles, out)
+        digests, columns = out.ctypes.data, columns_address
+    bases, flag = np.asarray(sources, np.int64).ctypes, (_NEVER if stop is None else stop).ctypes
+    return int(copy_table(tiles.table_address, first, last, bases.data, scattered, packed, digests, columns, flag.data))
 
 
 def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Int8 | None = None) -> int:
@@ -32,9 +50,7 @@ def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Int8 | N
     Returns:
         Bytes copied. Less than ``tiles.nbytes`` if the copy was aborted.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    return int(copy_table(tiles.table_address, 0, len(tiles), bases.ctypes.data, 0, 0, 0, 0, flag.ctypes.data))
+    return _run(tiles, 0, len(tiles), sources=source_addresses, stop=stop)
 
 
 def gather_tiles(
@@ -47,10 +63,7 @@ def gather_tiles(
     Returns:
         Bytes packed.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    first, last = _range(tiles, first, last)
-    return int(copy_table(tiles.table_address, first, last, bases.ctypes.data, 0, bucket_address, 0, 0, flag.ctypes.data))
+    return _run(tiles, first, last, sources=source_addresses, packed=bucket_address, stop=stop)
 
 
 def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, stop: Int8 | None = None) -> int:
@@ -61,9 +74,7 @@ def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, 
     Returns:
         Bytes unpacked.
     """
-    flag = _NEVER if stop is None else stop
-    first, last = _range(tiles, first, last)
-    return int(copy_table(tiles.table_address, first, last, 0, bucket_address, 0, 0, 0, flag.ctypes.data))
+    return _run(tiles, first, last, scattered=bucket_address, stop=stop)
 
 
 def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Int8 | None = None) -> int:
@@ -82,22 +93,12 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     Raises:
         LayoutError: The tiles have no keys, or name rows that ``out`` does not have.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    check_keys(tiles, out)
-    return int(
-        copy_table(tiles.table_address, 0, len(tiles), bases.ctypes.data, 0, 0, out.ctypes.data, columns_address, flag.ctypes.data)
-    )
+    return _run(tiles, 0, len(tiles), sources=source_addresses, out=out, stop=stop)
 
 
 def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Int8 | None = None) -> int:
     """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
-    flag = _NEVER if stop is None else stop
-    check_keys(tiles, out)
-    first, last = _range(tiles, first, last)
-    return int(
-        copy_table(tiles.table_address, first, last, 0, bucket_address, 0, out.ctypes.data, columns_address, flag.ctypes.data)
-    )
+    return _run(tiles, first, last, scattered=bucket_address, out=out, stop=stop)
 
 
 def check_keys(tiles: CopyTable, out: UInt64) -> None:
@@ -106,12 +107,6 @@ def check_keys(tiles: CopyTable, out: UInt64) -> None:
         raise LayoutError(f"digests need a contiguous uint64 array, not {out.dtype}{list(out.shape)}")
     if tiles.rows_named > len(out) or tiles.rows_named < 0:
         raise LayoutError(f"tiles have no keys, or name rows beyond the {len(out)} digests")
-
-
-def _range(tiles: CopyTable, first: int, last: int) -> tuple[int, int]:
-    if not 0 <= first <= last <= len(tiles):
-        raise ProtocolError(f"tiles {first}:{last} of a table of {len(tiles)}")
-    return first, last
 
 
 def check_tiles(tiles: CopyTable, region_sizes: Sequence[int]) -> None:

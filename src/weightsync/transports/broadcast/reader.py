@@ -232,8 +232,7 @@ class BroadcastReader(ConnectedReader):
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, receipt = self._under_way(self._receipt)
-        if not 0 <= group < len(self._groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
+        self._check_group(group, len(self._groups))
         try:
             deadline.remaining(f"reading group {group}")
             receipt.read(group, self._groups[group], deadline, digests)

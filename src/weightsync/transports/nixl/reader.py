@@ -370,8 +370,7 @@ class NixlReader(ConnectedReader):
             raise ProtocolError("nixl takes no digests while it reads: digest the targets when they are in place")
         plan = self._running()
         self._check(deadline, f"reading group {group}")
-        if not 0 <= group < len(plan.groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(plan.groups)}")
+        self._check_group(group, len(plan.groups))
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.start()

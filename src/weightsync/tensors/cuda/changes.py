@@ -184,16 +184,8 @@ class DeviceChanges(Changes):
 
     def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.predict`."""
-        self._run((0,), digests, stop, deadline)
+        super().predict(digests, stop, deadline)
         self._check("the changes of a block of the source are not in order, or outside of it")
-
-    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.apply`."""
-        self._run((1, 3), digests, stop, deadline)
-
-    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.revert`."""
-        self._run((2, 3), digests, stop, deadline)
 
     def warm(self, deadline: Deadline) -> None:
         """Compile and load the kernels by changes of nothing, so that the first pause does not pay for it."""

@@ -15,7 +15,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, StaleSource, TransportUnavailable, to_wire
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.protocol.messages import decoding
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 
 MAX_TILES = 1 << 22
@@ -98,10 +98,8 @@ def decode_control(
     """The body of a control frame whose header was read. Raises :class:`~weightsync.errors.ProtocolError` beyond ``most`` bytes."""
     if header.kind != CONTROL or header.nbytes > most:
         raise ProtocolError(f"{channel.peer} sent frame kind {header.kind} of {header.nbytes} bytes where a short message was due")
-    try:
+    with decoding(f"{channel.peer} sent a message that cannot be read"):
         message: ControlMessage = messages.decode(channel.receive(header.nbytes, deadline))
-    except UNREADABLE as error:
-        raise ProtocolError(f"{channel.peer} sent a message that cannot be read: {error}") from None
     return message
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost, ProtocolError, from_wire
+from weightsync.errors import PeerLost, ProtocolError
 from weightsync.protocol.messages import Memory
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
@@ -23,13 +23,7 @@ from weightsync.transports.host.mapped import HeaderReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.messages import (
-    ANSWER_BYTES,
-    Fail,
-    Ready,
-    next_control,
-    send_request,
-)
+from weightsync.transports.net.messages import ANSWER_BYTES, Ready, next_answer, send_request
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
 from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
 from weightsync.transports.nixl.staged_frames import (
@@ -381,9 +375,7 @@ class NixlReader(ConnectedReader, HeaderReader):
         for number in range(plan.first_frame[group], plan.first_frame[group + 1]):
             if number != self._frames_taken:
                 raise ProtocolError(f"group {group} was read out of order")
-            answer = next_control(channel, ANSWER_BYTES, deadline, MESSAGES)
-            if isinstance(answer, Fail):
-                raise from_wire(answer.kind, answer.message)
+            next_answer(channel, ANSWER_BYTES, deadline, MESSAGES)
             self._frames_taken += 1
             # While this frame is on its way, the publisher packs the next and the one before it is unpacked.
             plan.frames[number].start()

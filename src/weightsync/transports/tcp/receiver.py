@@ -9,15 +9,13 @@ import numpy as np
 
 from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, from_wire
+from weightsync.errors import ProtocolError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.frames import MAX_FRAME_BYTES
-from weightsync.transports.net.messages import ANSWER_BYTES, Fail, Start, decode_control, send_request
+from weightsync.transports.net.messages import ANSWER_BYTES, Start, decode_control, reported, send_request, unless_failed
 from weightsync.transports.tcp.tile_stream import TileStream
-
-_TOLD = "sent by the publisher"
 
 
 class _Arriving:
@@ -63,12 +61,8 @@ class StreamReader(ConnectedReader):
         self._stream = _Arriving(version, header, TileStream(channel))
 
     def _raise_failure(self, channel: Channel, header: FrameHeader, deadline: Deadline) -> None:
-        answer = decode_control(channel, header, ANSWER_BYTES, deadline)
-        if not isinstance(answer, Fail):
-            raise ProtocolError(f"{channel.peer} sent {type(answer).__name__} instead of data")
-        error = from_wire(answer.kind, answer.message)
-        error.add_note(_TOLD)
-        raise error
+        answer = unless_failed(decode_control(channel, header, ANSWER_BYTES, deadline))
+        raise ProtocolError(f"{channel.peer} sent {type(answer).__name__} instead of data")
 
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
@@ -125,6 +119,6 @@ class StreamReader(ConnectedReader):
             yield
         except BaseException as error:
             self._stream = None
-            if _TOLD not in getattr(error, "__notes__", ()):
+            if not reported(error):
                 self._drop()
             raise

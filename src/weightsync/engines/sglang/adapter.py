@@ -53,7 +53,7 @@ class SglangAdapter(StagedAdapter):
 
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
-        self._staging.begin()
+        super().begin()
         self._loaded = None
 
     def wake_weights(self) -> None:
@@ -65,8 +65,8 @@ class SglangAdapter(StagedAdapter):
     def finish(self, version: Version) -> None:
         """Load the staged tensors on the scheduler's thread."""
         if not self.received_direct:
-            self._staging.check_complete()
-            self._loop.call(lambda: self._install(self._staging.tensors()), COMMIT_SECONDS)
+            self.check_complete()
+            self._loop.call(lambda: self._install(self.staged()), COMMIT_SECONDS)
         self._loaded = version
 
     def wake_cache(self) -> None:

@@ -29,21 +29,18 @@ _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
-class SourceRank:
+class _PlannedRank:
+    member: str
+    host: Host
+    layout: Layout
+
+
+class SourceRank(_PlannedRank):
     """A trainer rank that can provide pieces."""
 
-    member: str
-    host: Host
-    layout: Layout
 
-
-@dataclass(frozen=True, eq=False)
-class TargetRank:
+class TargetRank(_PlannedRank):
     """An engine rank whose layout is to be filled."""
-
-    member: str
-    host: Host
-    layout: Layout
 
 
 @dataclass(frozen=True, eq=False)

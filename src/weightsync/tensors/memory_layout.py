@@ -13,6 +13,8 @@ from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides, padded_boxes
 from weightsync.tensors.shards import Shard, dtype_name, ordered
 
+_ALIGNMENT = 64  # bytes, of shards that are packed
+
 
 def layout_in_place(
     manifest: Manifest, shards: Iterable[Shard], block_bytes: int | None = 1 << 20
@@ -55,16 +57,14 @@ def layout_in_place(
     return layout, tuple(addresses)
 
 
-def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 64) -> Layout:
-    """Layout of one region that holds all shards, contiguous, in the manifest's dtype, each aligned to ``alignment`` bytes."""
+def packed_layout(manifest: Manifest, shards: Iterable[Shard]) -> Layout:
+    """Layout of one region that holds all shards, contiguous, in the manifest's dtype, each aligned to 64 bytes."""
     rows = ordered(manifest, shards)
-    if alignment < 1 or alignment & (alignment - 1):
-        raise LayoutError(f"alignment must be a power of two, not {alignment}")
     tensor, starts, stops, _ = _columns(manifest, rows)
     extents = stops - starts
     strides = packed_strides(extents, manifest.itemsizes[tensor])
     sizes = strides[:, 0] * extents[:, 0]
-    ends = np.cumsum(-(-sizes // alignment) * alignment)
+    ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
     offset = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(rows)]
     total = int(ends[-1]) if len(rows) else 0
     return Layout(manifest, tensor, starts, stops, np.zeros(len(rows), np.int32), offset, strides, (total,))

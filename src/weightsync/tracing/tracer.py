@@ -271,11 +271,10 @@ def _copies(tensor: int, mapping: AffineMap, name: str, manifest: Manifest, max_
 
 def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], max_boxes: int) -> list[TracedCopy]:
     """Drop tensors that need too many boxes, or boxes that overlap without being equal, because a plan cannot hold them."""
-    order = sorted(range(len(copies)), key=lambda place: copies[place].tensor)
     counts = np.bincount([copy.tensor for copy in copies], minlength=len(manifest))
     for index in np.flatnonzero(counts > max_boxes).tolist():
         recorder.change([index], f"parameters hold it in more than {max_boxes} boxes")
-    kept = [copies[place] for place in order if copies[place].tensor not in recorder.changed]
+    kept = [copy for copy in sorted(copies, key=lambda copy: copy.tensor) if copy.tensor not in recorder.changed]
     if kept:
         recorder.change(_index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap but differ")
     return [copy for copy in kept if copy.tensor not in recorder.changed]

@@ -64,6 +64,11 @@ class StagedAdapter(EngineAdapter):
         """Return the device for buckets, so that a trainer's GPU memory is read to GPU memory first."""
         return self._device
 
+    def wake_weights(self) -> None:
+        """Wait until the engine's last step has read the weights on the device, before they are overwritten."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
         self._arrived.clear()

@@ -59,8 +59,7 @@ class SglangAdapter(StagedAdapter):
     def wake_weights(self) -> None:
         """Take released memory of the weights again, and wait until the last step has read them on the device."""
         self._loop.wake(("weights",), COMMIT_SECONDS)
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        super().wake_weights()
 
     def finish(self, version: Version) -> None:
         """Load the staged tensors on the scheduler's thread."""

@@ -67,11 +67,6 @@ class VllmWorkerAdapter(StagedAdapter):
         super().begin()
         self._loaded.clear()
 
-    def wake_weights(self) -> None:
-        """Wait until vLLM's last step has read the weights on the device, before they are overwritten."""
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
-
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
         if self.received_direct:

@@ -157,13 +157,8 @@ def find_token(address: Address, directory: Path | None = None, kind: SecretKind
         raise AuthenticationError(f"{path} does not hold a token; remove it, or set WEIGHTSYNC_TOKEN") from None
 
 
-def token_for(settings: ClientSettings) -> Secret | None:
-    """The token to present to the coordinator: the configured one, else the one that it left on this machine."""
-    return settings.token if settings.token is not None else find_token(settings.coordinator)
-
-
-def secret_of(settings: ClientSettings, kind: SecretKind) -> Secret | None:
-    """The secret of a kind for the coordinator: the environment's, otherwise the one that it left on this machine.
+def secret_of(settings: ClientSettings, kind: SecretKind = "token") -> Secret | None:
+    """The secret of a kind for the coordinator: the configured one, otherwise the one that it left on this machine.
 
     Agents never ask for the operator's. Raises what :func:`find_token` and
     :func:`~weightsync.config.secret_in_environment` raise.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
 
 from tests.simulation.clock import VirtualTimeLoop, run
 
-__all__ = ["VirtualTimeLoop", "run", "virtual"]
+__all__ = ["VirtualTimeLoop", "run", "stubborn", "virtual"]
 
 P = ParamSpec("P")
 
@@ -21,3 +22,14 @@ def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
         run(test(*args, **kwargs))
 
     return runs
+
+
+async def stubborn() -> None:
+    """Ignores being cancelled, for a virtual hour."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 3600
+    while loop.time() < end:
+        try:
+            await asyncio.sleep(end - loop.time())
+        except asyncio.CancelledError:
+            continue

@@ -11,16 +11,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import EnumType
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 import typer.main
 import yaml
 
 from weightsync import config, errors
+from weightsync.cli.commands import choices_of
 from weightsync.cli.main import app as cli
 from weightsync.server import problems
 from weightsync.server.agent_metrics import AGENT_METRICS
@@ -194,9 +194,8 @@ def _kimi() -> str:
 
 def _parameter(parameter: Any) -> str:
     value = parameter.metavar or parameter.name.upper()
-    kind = parameter.type_descriptor.annotation
-    if isinstance(kind, EnumType) or get_origin(kind) is Literal:
-        value = "\\|".join(kind if isinstance(kind, EnumType) else get_args(kind))
+    if choices := choices_of(parameter):
+        value = "\\|".join(choices)
     if parameter.param_type_name == "argument":
         name = value if parameter.required else f"[{value}{'...' if parameter.nargs == -1 else ''}]"
     else:

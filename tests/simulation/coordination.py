@@ -56,6 +56,7 @@ class CoordinatorProcess(Process):
         super().__init__(world, "coordinator")
         self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None))
         self.coordinator._audits.least_seconds = _BETWEEN_LOOKS
+        self.coordinator._audits.stagger = lambda: 1.0
         self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
         """The whole service, where somebody may send it requests."""
         self.sockets = AgentSockets(self.coordinator, _SERVER) if self.service is None else self.service._agents

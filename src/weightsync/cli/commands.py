@@ -70,6 +70,14 @@ def _report(kind: str, text: str, see: str = "", *, as_json: bool) -> None:
             console.print(line, soft_wrap=not console.is_terminal)  # a line each in files and pipes
 
 
+def choices_of(parameter: Any) -> Sequence[str]:  # noqa: ANN401 - Typer's
+    """Values among which an option chooses; none if it takes any."""
+    if not hasattr(parameter, "type_descriptor"):  # before Typer 0.29
+        return tuple(getattr(parameter.type, "choices", ()))
+    kind = parameter.type_descriptor.annotation
+    return tuple(kind) if isinstance(kind, EnumType) else get_args(kind) if get_origin(kind) is Literal else ()
+
+
 class _Styled:
     """Mixin that prints help and errors in one style. Before Typer's class, for programs and for every command."""
 
@@ -81,9 +89,8 @@ class _Styled:
                 parameter.metavar = ""
             elif not parameter.metavar and parameter.param_type_name == "option":
                 parameter.metavar = parameter.name.rpartition("_")[2].upper()
-                kind = parameter.type_descriptor.annotation
-                if isinstance(kind, EnumType) or get_origin(kind) is Literal:
-                    parameter.help += f" One of {', '.join(kind if isinstance(kind, EnumType) else get_args(kind))}."
+                if choices := choices_of(parameter):
+                    parameter.help += f" One of {', '.join(choices)}."
         return params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401

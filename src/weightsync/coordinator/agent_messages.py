@@ -26,6 +26,7 @@ from weightsync.protocol.messages import (
     Hello,
     Publish,
     Published,
+    Refuted,
     ReplicaList,
     WaitForReplicas,
 )
@@ -112,6 +113,7 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
         session=known_as(hello.session),
         credential=known_as(hello.credential),
         no_layout=readable(hello.no_layout, 1000),
+        refuted=readable(hello.refuted),
         bucket_bytes=hello.bucket_bytes or _DEFAULT_BUCKET,
         adapter=hello.adapter or "custom",
     )
@@ -137,8 +139,8 @@ def _check_texts(hello: Hello) -> None:
     if hello.url and ROUTED_URL.fullmatch(hello.url) is None:
         raise ProtocolError(f"{hello.name} sent a URL that no router can use: {hello.url[:80]!r}")
     loras = [version for held in hello.loras for version in (held.version, held.spec.base)]
-    for held in hello.loras:
-        check_adapter_name(held.version.run)
+    for name in (*(held.version.run for held in hello.loras), *hello.taken_loras):
+        check_adapter_name(name)
     for version in (hello.serving, hello.version, *loras):
         if version is None:
             continue
@@ -172,6 +174,9 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             return await coordinator.loras.handle(rank.member, body, timeout)
         if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
             return coordinator.loras.refused(rank, body)
+        if isinstance(body, Refuted) and isinstance(rank, EngineRank):
+            coordinator.refuted(rank.member, body.version, readable(body.reason))
+            return Done()
         if isinstance(body, Publish) and isinstance(rank, TrainerRank):
             return Published(await coordinator.publish(rank.member, body, timeout))
         if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):

@@ -12,6 +12,7 @@ from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus
 _GONE = "disappeared (stopped without close(), killed, crashed, hung or network cut)"
 _RESTART = "Restart it. It catches up by itself."
 _PUBLISH = "The next publication updates it. To update it now: weightsync update"
+_RESTLESS = "Let nothing write to parameters after finish(), and leave buffers that change out of the trainer and of the engine."
 _FIXES = {
     "DeadlineExceeded": "Look at the process that is named, and at its log.",
     "PeerLost": "Restart the process that is named. Its own log says why it ended.",
@@ -62,6 +63,9 @@ def _of_replica(replica: ReplicaStatus) -> Iterator[Alert]:
         yield _alert(name, "refused", f"{name} was refused.{where} {error.partition(': ')[2] or error}", since, error)
     elif replica.state == "dirty":
         yield _alert(name, "out_of_service", f"{name} is out of service: {error or 'its update failed'}", since, error, _PUBLISH)
+    elif replica.restless:
+        text = f"{name} is not audited: the same parameters were changed again after they had been installed again"
+        yield Alert("warning", name, "restless", text, _RESTLESS, since)
 
 
 def _where(ranks: Sequence[RankStatus]) -> str:

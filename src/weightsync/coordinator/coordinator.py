@@ -204,6 +204,11 @@ class Coordinator:
             replica.received[rank.member] = nbytes
             self._feed.emit(ReplicaBytes(replica.name, min(sum(replica.received.values()), replica.expected), replica.expected))
 
+    def refuted(self, member: str, version: Version, why: str) -> None:
+        """Record that an engine rank has found other bytes in its parameters than it installed of ``version``."""
+        link = self._members.find(member)
+        self._audits.refuted(self._members.replicas[link.rank.hello.name], link, version, why)
+
     def _reconcile(self, replica: Replica) -> None:
         """Determine what a replica serves, now that all of its ranks are connected, and whether to seed it."""
         reported = {link.serving for link in replica.links.values()}
@@ -211,7 +216,9 @@ class Coordinator:
             if (taken := link.rank.hello.version or link.serving) is not None and taken.run == self.settings.run:
                 self._publications.claim("engine", member, *taken.order)
         version = reported_version(replica, self.settings.run)
-        if len(reported) > 1:
+        if replica.refuted:
+            self._audits.exclude(replica)
+        elif len(reported) > 1:
             self._exclude(replica, f"its ranks report different versions: {', '.join(sorted(map(str, reported)))}")
         elif version is not None:
             self._check_reports(version.order)
@@ -249,7 +256,7 @@ class Coordinator:
         replica.become("dirty", error=why)
         self._feed.emit(ReplicaPhase(self.rounds, replica.name, "quarantine"))
         for link in replica.links.values():
-            link.serving = link.prepared = None
+            link.serving, link.prepared, link.refuted = None, None, ""
         replica.quarantining = self._spawn(quarantine(replica.members(), why, self.settings.grace))
 
     def _exclude_and_seed(self, replica: Replica, why: str) -> None:
@@ -369,11 +376,11 @@ class Coordinator:
             step=asked.step,
             calls=asked.calls,
         )
-        self._audits.hold(replicas)
         self._planner.keep_only({replica.name for replica in self._members.replicas.values() if replica.links})
         tracer = RoundTracer(self.settings.run, order) if self.settings.traces else None
         try:
             with (
+                self._audits.held([*replicas, *order.readable]),
                 collecting_later(_FAN_OUT_SECONDS) if len(replicas) >= _LARGE_ROUND else nullcontext(),
                 tracing(tracer),
                 recording(None if tracer is None else tracer.recorder),
@@ -386,8 +393,6 @@ class Coordinator:
                 self.past.failure = (this, why, time.time())
             self._feed.emit(RoundEnded(this, None, why, seeding, asyncio.get_running_loop().time() - started, queued))
             raise
-        finally:
-            self._audits.go_on(replicas)
         self.past.keep_trace(tracer, result.error)
         if tracer is not None:
             transports = {name: nbytes for name, (nbytes, _) in tracer.reads.items()}

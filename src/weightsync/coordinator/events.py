@@ -77,7 +77,10 @@ class RoundEnded(_Event, frozen=True):
 
 
 class Audited(_Event, frozen=True):
-    """All ranks of a replica that serves read their parameters again, or one found in them what was not installed: ``error``."""
+    """All ranks of a replica that serves read their parameters again, or one found in them what was not installed: ``error``.
+
+    Then ``seconds`` are those since the look began, or 0 if it was found otherwise.
+    """
 
     replica: str
     seconds: float

@@ -6,6 +6,8 @@
     replica 1: prepare ─┴─ place once ─┼─ stage ✗ drop
     replica 2: prepare ✗
 
+A replica stages one version at a time. If others wait for it while the trainer still places, they go first, and it prepares again.
+
 A replica serves the version only after each of its ranks has staged and verified it. One that fails drops what it staged, serves
 what it served before, and delays no other. If no replica can take the version, none is placed, so its number is not used up.
 """
@@ -13,29 +15,32 @@ what it served before, and delays no other. If no replica can take the version, 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 
 from msgspec import structs
 
 from weightsync import failpoints
+from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement, Publications
-from weightsync.coordinator.rank_handle import bounded, on_all
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, on_all
 from weightsync.coordinator.ranks import EngineRank
+from weightsync.coordinator.replica_turn import ReplicaTurn
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import conduct, place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.coordinator.sources import ranks_of
-from weightsync.errors import DeadlineExceeded, PlanMismatch, RoundFailed, VersionError
+from weightsync.errors import PeerLost, PlanMismatch, RoundFailed, VersionError
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label
-from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.lora_messages import PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Done, Moved, Prepared, ReplicaResult, RoundResult
 
-_log = logging.getLogger(__name__)
-_DROP_SECONDS = 300.0  # for which a call to drop versions may wait in a rank
+_PREPARE_SECONDS = 10.0  # for which a replica may take to connect
+_PLACE_SECONDS, _STAGE_SECONDS, _STAGE_RATE = 1.0, 20.0, 64e6
+"""For which it waits for the trainer, and takes to get the adapter, while others wait; and a second more for so many bytes."""
 _ONE_BUCKET = 1 << 60
 """Larger than any adapter: an engine rank stages it in one piece."""
 
@@ -63,8 +68,8 @@ class _Delivery(Report):
 class LoraRound:
     """One publication of ``spec`` to the replicas of ``context``; or, when seeding, of what the regions hold.
 
-    ``turns`` has a lock for each replica, which stages one version at a time. ``registered`` is told who serves the version.
-    ``source`` names the trainer in plans.
+    ``turns`` has the turn of each replica, which stages one version at a time. ``registered`` is told who serves the version.
+    ``source`` names the trainer in plans, ``tenant`` whose publications it takes turns with.
     """
 
     def __init__(
@@ -72,10 +77,11 @@ class LoraRound:
         context: RoundContext,
         spec: AdapterSpec,
         source: str,
-        turns: Mapping[str, asyncio.Lock],
+        tenant: str,
+        turns: Mapping[str, ReplicaTurn],
         registered: Callable[[Replica, Version, AdapterSpec], None],
     ) -> None:
-        self._context, self._spec, self._source = context, spec, source
+        self._context, self._spec, self._source, self._tenant = context, spec, source, tenant
         self._turns, self._registered = turns, registered
         self._decided = asyncio.Event()
         """Set when a replica can take the version, or none can."""
@@ -98,18 +104,23 @@ class LoraRound:
             label = adapter_label(self._spec.name, context.number)
             why = "; ".join(self._refusals) or "no engine that takes LoRA adapters is connected"
             raise RoundFailed(f"{label} was not published, and its number is free: {why}")
-        return await place(context)
+        if context.seeding:
+            return await place(context)
+        self._check_number(context.publications.last + 1)  # a replica may have joined with it since
+        placed = await place(context)
+        self._check_number(context.publications.last)  # another source may have published a later one meanwhile
+        return placed
+
+    def _check_number(self, least: int) -> None:
+        context = self._context
+        if context.number < least:
+            what = f"{adapter_label(self._spec.name, context.number)} cannot be published: the last one is"
+            raise VersionError(f"{what} {context.publications.last}. publish() without a number takes the next one")
 
     async def _deliver(self, context: RoundContext, report: _Delivery, placing: Placing) -> None:
         """Bring the version to one replica."""
-        turn = self._turns[report.replica.name]
         try:
-            with report.phase("wait"):
-                await bounded("another adapter's turn", context.deadline, turn.acquire())
-            try:
-                await self._steps(report, placing)
-            finally:
-                turn.release()
+            await self._steps(report, placing)
         except Exception as error:
             if not report.agreed:
                 report.failed(error)
@@ -121,41 +132,51 @@ class LoraRound:
 
     async def _steps(self, report: _Delivery, placing: Placing) -> None:
         context, replica, engines = self._context, report.replica, report.replica.members()
-        spec, number, limit = self._spec, context.number, context.deadline
+        turn = self._turns[replica.name]
         with report.phase("agree"):
-            agreed = await self._prepare(report, spec, engines)
-        report.agreed = True
-        self._decided.set()
-        failpoints.reached("round.lora.agreed")
+            agreed = await self._plan(replica, engines)
         try:
-            placement, _ = await bounded("placing", limit, asyncio.shield(placing))
-            with report.phase("move"):
-                staged = await on_all("stage", limit, engines, StageLora(spec.name, number), Moved)
-                report.moved = whole(agreed, staged)
-            failpoints.reached("round.lora.staged")
-            with report.phase("verify"):
-                await verify(agreed, report.moved, placement.digests, limit)
-            with report.phase("commit"):
-                await on_all("register", limit, engines, RegisterLora(placement.version), Done)
-                failpoints.reached("round.lora.registered")
-                replica.require_complete()
+            while True:
+                async with AsyncExitStack() as taken:
+                    with report.phase("wait"):
+                        await taken.enter_async_context(turn.taken(self._tenant, context.deadline))
+                    with report.phase("agree"):
+                        await self._prepare(report, agreed, engines)
+                    report.agreed = True
+                    self._decided.set()
+                    failpoints.reached("round.lora.agreed")
+                    if await turn.until_wanted(placing, _PLACE_SECONDS):
+                        return await self._bring(report, turn, agreed, placing.result()[0], engines)
+                with report.phase("wait"):  # its trainer may take long: others go first
+                    await bounded("placing", context.deadline, asyncio.shield(placing))
         except BaseException:
-            await drop(engines, spec.name, (number,), context.grace)
+            if report.agreed:
+                await drop(engines, self._spec.name, (context.number,), context.grace)
             raise
-        report.version = placement.version
-        self._registered(replica, placement.version, spec)
 
-    async def _prepare(self, report: _Delivery, spec: AdapterSpec, engines: Engines) -> TransferPlan:
-        """Plan the transfer and let every rank check that it can serve the version. Nothing is read yet."""
-        context, replica = self._context, report.replica
-        replica.require_complete()
-        if not takes(replica, spec, late=context.seeding):
-            raise VersionError(
-                f"{adapter_label(spec.name, context.number)} is for base {spec.base or 'weights that weightsync did not deliver'}, "
-                f"and the replica serves {replica.version or 'none of the run'}"
-            )
-        spec = structs.replace(spec, base=replica.version)  # which may be a later one
-        sources = ranks_of(context.trainers)
+    async def _bring(
+        self, report: _Delivery, turn: ReplicaTurn, agreed: TransferPlan, placement: Placement, engines: Engines
+    ) -> None:
+        spec, number, limit = self._spec, self._context.number, self._context.deadline
+        with report.phase("move"):
+            seconds = _STAGE_SECONDS + agreed.nbytes / _STAGE_RATE
+            staging = on_all("stage", limit, engines, StageLora(spec.name, number), Moved)
+            report.moved = whole(agreed, await turn.bounded("staging", seconds, staging))
+        failpoints.reached("round.lora.staged")
+        with report.phase("verify"):
+            await verify(agreed, report.moved, placement.digests, limit)
+        with report.phase("commit"):
+            await on_all("register", limit, engines, RegisterLora(placement.version), Done)
+            failpoints.reached("round.lora.registered")
+            report.replica.require_complete()
+        report.version = placement.version
+        self._registered(report.replica, placement.version, spec)
+
+    async def _plan(self, replica: Replica, engines: Engines) -> TransferPlan:
+        self._check_base(replica)
+        sources = ranks_of(self._context.trainers)
+        if not sources:
+            raise PeerLost("no rank that publishes the adapter is connected any more")
         manifest = next(iter(sources.values())).manifest
         staging = {
             member: EngineRank(
@@ -163,14 +184,32 @@ class LoraRound:
             )
             for member, link in engines.items()
         }
-        agreed = await context.planner.agree(f"{self._source} {replica.name}", sources, staging, context.deadline)
-        asked = {member: PrepareLora(spec, context.number, manifest.tensors, part) for member, part in agreed.slices.items()}
-        prepared = await on_all("prepare", context.deadline, engines, asked, Prepared)
+        return await self._context.planner.agree(f"{self._source} {replica.name}", sources, staging, self._context.deadline)
+
+    async def _prepare(self, report: _Delivery, agreed: TransferPlan, engines: Engines) -> None:
+        """Let every rank check that it can serve the version, and connect. Nothing is read yet."""
+        context, spec = self._context, self._spec
+        limit = RoundDeadline(min(context.deadline.remaining("prepare"), _PREPARE_SECONDS))
+        self._check_base(report.replica)
+        if earlier := [drop for link in engines.values() for drop in link.drops.waiting(spec.name)]:
+            await bounded("dropping earlier versions", limit, asyncio.wait(earlier))  # it may have this number
+        spec = structs.replace(spec, base=report.replica.version)  # which may be a later one
+        tensors = next(iter(context.trainers.values())).rank.manifest.tensors
+        asked = {member: PrepareLora(spec, context.number, tensors, part) for member, part in agreed.slices.items()}
+        prepared = await on_all("prepare", limit, engines, asked, Prepared)
         for member, answer in prepared.items():
             if answer.digest != agreed.slices[member].digest:
                 raise PlanMismatch(f"{member} acknowledged another plan than it was sent: do both run the same weightsync?")
         report.transports = tuple(sorted({name for answer in prepared.values() for name in answer.transports}))
-        return agreed
+
+    def _check_base(self, replica: Replica) -> None:
+        context, spec = self._context, self._spec
+        replica.require_complete()
+        if not takes(replica, spec, late=context.seeding):
+            raise VersionError(
+                f"{adapter_label(spec.name, context.number)} is for base {spec.base or 'weights that weightsync did not deliver'}, "
+                f"and the replica serves {replica.version or 'none of the run'}"
+            )
 
 
 def takes(replica: Replica, spec: AdapterSpec, *, late: bool) -> bool:
@@ -180,22 +219,3 @@ def takes(replica: Replica, spec: AdapterSpec, *, late: bool) -> bool:
         return replica.state == "registered" and has is None
     kept = late and spec.on_base_update == "keep" and has is not None and has.order >= spec.base.order
     return kept or has == spec.base
-
-
-async def drop(engines: Engines, name: str, numbers: Sequence[int], seconds: float) -> list[str]:
-    """Let every rank drop these versions. Returns the errors of those that have not within ``seconds``.
-
-    The call is not withdrawn then: a rank that is stopped or busy drops them later, and one that reconnects says what it has.
-    """
-    message = DropLora(name, tuple(numbers))
-    asked = {member: link.start(link.ask(message, Done, _DROP_SECONDS)) for member, link in engines.items()}
-    errors: list[str] = []
-    if asked:
-        await asyncio.wait(asked.values(), timeout=seconds)
-    for member, outcome in asked.items():
-        outcome.add_done_callback(lambda late: late.cancelled() or late.exception())
-        error = outcome.exception() if outcome.done() else DeadlineExceeded(f"no answer within {seconds:g} s")
-        if error is not None:
-            errors.append(f"{member} could not be told to drop versions of {name}: {error}")
-            _log.warning("%s", errors[-1])
-    return errors

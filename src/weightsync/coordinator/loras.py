@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,27 +18,29 @@ from typing import Any
 from msgspec import structs
 
 from weightsync.config import RoundSettings
+from weightsync.coordinator.adapter_names import AdapterName, AdapterNames
 from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
-from weightsync.coordinator.lora_round import LoraRound, drop, takes
+from weightsync.coordinator.lora_drops import drop
+from weightsync.coordinator.lora_round import LoraRound, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
+from weightsync.coordinator.replica_turn import ReplicaTurn
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.round_context import Engines, RoundContext
+from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.status import AdapterStatus
 from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
-from weightsync.model import Version
+from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name
 from weightsync.protocol.lora_messages import HeldLora, LorasRefused, Retired, RetireLora
 from weightsync.protocol.messages import Body, CannotPublish, Done, Publish, Published, RoundResult
 
 _log = logging.getLogger(__name__)
-_MOST_NAMES = 1 << 16
+_DELIVERIES = 64  # to late replicas, at the same time
 _REMEMBERED_SOURCES = 256  # without a connected rank
 
 
@@ -46,28 +48,13 @@ _REMEMBERED_SOURCES = 256  # without a connected rank
 class _AdapterSource:
     """The ranks of a trainer that publish from the same regions."""
 
-    members: Membership = field(default_factory=Membership)
+    members: Membership
     barriers: dict[str, PublishBarrier] = field(default_factory=dict)
     """By the adapter's name."""
     counts: PublishCounts = field(default_factory=PublishCounts)
     """Of publications under all names."""
     asked: dict[str, AdapterSpec] = field(default_factory=dict)
     """What each rank asked for last, by member."""
-
-
-@dataclass(eq=False)
-class _AdapterName:
-    """What is known of an adapter's name."""
-
-    publications: Publications = field(default_factory=Publications)
-    source: str = ""
-    """Whose regions hold the newest version, while they do."""
-    spec: AdapterSpec | None = None
-    """Of the newest version."""
-    retired: int = -1
-    """Versions up to this one are not served any more."""
-    publishing: int = 0
-    """Publications that run."""
 
 
 class Loras:
@@ -89,14 +76,16 @@ class Loras:
         (self._running, self._serialize), self._spawn = rounds, spawn
         self._planner = Planner(settings.plan_bytes)
         self._sources: dict[str, _AdapterSource] = {}
-        self._names: dict[str, _AdapterName] = {}
+        self._names = AdapterNames()
+        self._revoked: dict[str, None] = {}
         self._held: dict[str, dict[str, HeldLora]] = {}
         """By replica, then by label."""
-        self._reported: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-        """By replica: names and labels of all that its ranks reported when it was whole."""
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._delivering: asyncio.Task[None] | None = None
-        self._news = False  # since it looked
+        self._reported: dict[str, dict[str, int]] = {}
+        """By replica, then by name: the highest number that its ranks reported when it was whole."""
+        self._turns: defaultdict[str, ReplicaTurn] = defaultdict(ReplicaTurn)
+        self._lacking: defaultdict[str, set[str]] = defaultdict(set)
+        """By tenant: names of which replicas lack the newest version. They are brought one by one, beside those of others."""
+        self._places = asyncio.Semaphore(_DELIVERIES)
         self._withdrawn = set[tuple[str, str]]()
         """Replicas and labels that a rank dropped by itself, perhaps before all ranks had registered them."""
         self.rounds = 0
@@ -108,7 +97,7 @@ class Loras:
         ended = [name for name, source in self._sources.items() if not source.members.trainers]
         for name in ended[:-_REMEMBERED_SOURCES]:  # the ranks of the others may come back
             self._end_source(name)
-        source = self._sources.setdefault(node.rank.hello.name, _AdapterSource())
+        source = self._sources.setdefault(node.rank.hello.name, _AdapterSource(Membership(self._revoked)))
         link = source.members.add_trainer(node)
         waiting = {member: asked for barrier in source.barriers.values() for member, asked in barrier.waiting.items()}
         source.counts.joined(link, source.members.trainers, waiting)
@@ -120,21 +109,33 @@ class Loras:
         source = self._sources.get(name)
         if source is None or not source.members.remove(node, reason, clean):
             return False
-        for barrier in source.barriers.values():
+        for adapter, barrier in list(source.barriers.items()):
             barrier.left(node.rank.member, reason, clean)
+            self._forget_unused(adapter)
         if not source.members.trainers and not source.members.gone_trainers:
             self._end_source(name)
         return True
 
     def _end_source(self, name: str) -> None:
         for adapter in self._sources.pop(name).barriers:
-            self._forget_unknown(adapter)
+            if self._names[adapter].source == name:
+                self._names[adapter].overwritten()
+            self._forget_unused(adapter)
 
-    def _forget_unknown(self, adapter: str) -> None:
-        """Forget a name of which no version is known, unless a barrier or a round numbers versions by what is remembered here."""
-        record, used = self._names.get(adapter), any(adapter in source.barriers for source in self._sources.values())
-        if record is not None and not (used or record.publishing or record.publications.known):
-            del self._names[adapter]
+    def _forget_unused(self, name: str) -> None:
+        """Keep only the last number of a name that is not used any more.
+
+        The barrier of several ranks remembers a failure for those that come back later. If nothing was ever published, that is all
+        that there is, so it stays as long as the ranks.
+        """
+        record = self._names.get(name)
+        if record is None or not record.over or any(self._numbers(replica, name) for replica in self._held):
+            return
+        sources = [source for source in self._sources.values() if name in source.barriers]
+        if all(each.barriers[name].idle and (record.retired >= 0 or each.members.world_size <= 1) for each in sources):
+            for source in sources:
+                del source.barriers[name]
+            self._names.forget(name)
 
     def find(self, member: str) -> RankHandle[Any] | None:
         """Handle of a connected rank that publishes adapters."""
@@ -146,23 +147,32 @@ class Loras:
 
     def replica_joined(self, replica: Replica) -> None:
         """All ranks of a replica are connected: learn what it serves, and bring it what it lacks."""
-        reports = [link.loras for link in replica.links.values()]
+        reports, hellos = [link.loras for link in replica.links.values()], [link.rank.hello for link in replica.links.values()]
+        self._withdraw(replica.name)
         served: dict[str, HeldLora] = {}
         rest: defaultdict[str, list[int]] = defaultdict(list)
         for label, held in {label: held for report in reports for label, held in report.items()}.items():
             version = held.version
-            if version.run not in self._names and len(self._names) >= _MOST_NAMES:
-                continue
-            record = self._record(version.run)
-            record.publications.claim("engine", f"{replica.name} {label}", 1, version.number)
-            self._reported[replica.name].append((version.run, label))
-            if version.number > record.retired and all(report.get(label) == held for report in reports):
+            record = self._record(version.run, None)
+            other = record.publications.published.get(version.order, version) != version
+            if not other and all(report.get(label) == held for report in reports):
                 served[label] = held
             else:
                 rest[version.run].append(version.number)
-                _log.info("replica %s reports %s, which is retired or not on all of its ranks: it is dropped", replica.name, label)
+                why = "was published with another digest" if other else "not all of its ranks have"
+                _log.warning("replica %s drops %s, which %s", replica.name, label, why)
+        held_here = [(held.version.run, held.version.number) for report in reports for held in report.values()]
+        reported = self._reported[replica.name] = dict(held_here)
+        for name, number in (*held_here, *(taken for hello in hellos for taken in hello.taken_loras.items())):
+            reported[name] = max(number, reported.get(name, -1))
+        for name in reported.keys() & self._names.keys():
+            self._claim(replica.name, name)
         self._held[replica.name] = served
         self._drop(replica, rest)
+        for name in rest:
+            self._forget_unused(name)
+        for name in {held.version.run for held in served.values()}:
+            self._drop_surplus(replica, name)
         self.bring_missing()
 
     def refused(self, rank: EngineRank, body: LorasRefused) -> Done:
@@ -178,14 +188,16 @@ class Loras:
         """Let all ranks of a replica drop versions, by name, of which some have no part."""
         for name, numbers in versions.items():
             self._forget(replica, {adapter_label(name, number) for number in numbers})
-        self._spawn(self._drop_one_by_one(replica.members(), versions))
+            for link in replica.links.values():
+                link.drops.put(name, numbers)
 
-    async def _drop_one_by_one(self, engines: Engines, versions: Mapping[str, Sequence[int]]) -> None:
-        """An agent that got a call for each name at once would end its connection. A rank that leaves reports again what it has."""
-        for name, numbers in versions.items():
-            if any(link.gone is not None for link in engines.values()):
-                return
-            await drop(engines, name, numbers, self._settings.grace)
+    def _numbers(self, replica: str, name: str) -> list[int]:
+        """Versions of an adapter that a replica serves."""
+        return [held.version.number for held in self._held.get(replica, {}).values() if held.version.run == name]
+
+    def _drop_surplus(self, replica: Replica, name: str) -> None:
+        if surplus := self._names[name].surplus(self._numbers(replica.name, name)):
+            self._drop(replica, {name: surplus})
 
     def _forget(self, replica: Replica, labels: Collection[str]) -> None:
         """Record that no rank of a replica serves these versions any more."""
@@ -197,10 +209,13 @@ class Loras:
         """A rank of a replica is gone."""
         self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
         self._held.pop(replica, None)
-        for name, label in self._reported.pop(replica, ()):
-            if (record := self._names.get(name)) is not None:
-                record.publications.withdraw(f"{replica} {label}")
-                self._forget_unknown(name)
+        self._withdraw(replica)
+
+    def _withdraw(self, replica: str) -> None:
+        """Let what a replica reported count no longer."""
+        for name in self._reported.pop(replica, {}).keys() & self._names.keys():
+            self._names[name].publications.withdraw(replica)
+            self._forget_unused(name)
 
     def base_updated(self) -> None:
         """A round of the base weights ended: adapters that its ranks refuse from now on are not served, others may be missing."""
@@ -221,12 +236,16 @@ class Loras:
         if isinstance(body, CannotPublish):
             why = readable(f"{body.kind}: {body.message}")
             self._barrier(member, body.adapter).cannot_publish(member, body.number, why, body.step, body.count)
+            self._forget_unused(body.adapter)
             return Done()
         raise ProtocolError(f"{member} publishes adapters and may not send {type(body).__name__}")
 
     async def _publish(self, member: str, asked: Publish, spec: AdapterSpec, limit: RoundDeadline) -> RoundResult:
         self._sources[member.rpartition("/")[0]].asked[member] = spec
-        return await self._barrier(member, spec.name).publish(member, asked, limit)
+        try:
+            return await self._barrier(member, spec.name).publish(member, asked, limit)
+        finally:
+            self._forget_unused(spec.name)
 
     def _barrier(self, member: str, adapter: str) -> PublishBarrier:
         check_adapter_name(adapter)
@@ -234,17 +253,27 @@ class Loras:
         source = self._sources[name]
         barrier = source.barriers.get(adapter)
         if barrier is None:
-            record = self._record(adapter)
+            link: RankHandle[Any] = source.members.trainers[member]
+            record = self._record(adapter, link.rank.limits)
             start = partial(self._start, name)
             barrier = source.barriers[adapter] = PublishBarrier(
                 source.members, record.publications, start, adapter=adapter, counts=source.counts
             )
         return barrier
 
-    def _record(self, name: str) -> _AdapterName:
-        if name not in self._names and len(self._names) >= _MOST_NAMES:
-            raise ConfigurationError(f"this run knows {_MOST_NAMES:,} names of adapters already, so {name} cannot be added")
-        return self._names.setdefault(name, _AdapterName())
+    def _record(self, name: str, limits: str | None) -> AdapterName:
+        if name not in self._names:
+            self._names.add(name, limits)
+            for replica in self._reported:
+                self._claim(replica, name)
+        return self._names[name]
+
+    def _claim(self, replica: str, name: str) -> None:
+        """Use no number again that a replica took through an earlier coordinator, for as long as it is connected.
+
+        Unlike that of a base version, its claim counts beside those of trainers: who runs an engine may publish adapters, too.
+        """
+        self._names[name].publications.claim("trainer", replica, FIRST_EPOCH, self._reported[replica].get(name, -1))
 
     def _start(self, source: str, asked: AgreedPublication) -> asyncio.Task[RoundResult]:
         specs = [self._sources[source].asked[member] for member in asked.calls]
@@ -254,13 +283,19 @@ class Loras:
         if any(spec != specs[0] for spec in specs):
             label = adapter_label(specs[0].name, asked.number)
             raise ConfigurationError(f"the trainer ranks that publish {label} differ in its configuration or its base")
-        record = self._record(specs[0].name)
-        record.publishing += 1
         try:
-            return await self._run(source, specs[0], asked, self._takers())
+            result = await self._run(source, specs[0], asked, self._takers())
+            if self._settings.retry:
+                self.bring_missing([specs[0].name])
+            return result
         finally:
-            record.publishing -= 1
-            self._forget_unknown(specs[0].name)
+            self._names[specs[0].name].publications.reserved.discard((asked.epoch, asked.number))
+            self._forget_unused(specs[0].name)
+
+    def _tenant(self, source: str) -> str:
+        """Whose publications wait for each other: of a limited token those of all sources, of the whole one those of each."""
+        links: Iterable[RankHandle[Any]] = self._sources[source].members.trainers.values()
+        return next((link.rank.limits for link in links), "") or source
 
     def _takers(self) -> list[Replica]:
         """Replicas that take adapters."""
@@ -271,18 +306,18 @@ class Loras:
     async def _run(
         self, source: str, spec: AdapterSpec, asked: AgreedPublication, replicas: Sequence[Replica], seeding: bool = False
     ) -> RoundResult:
-        record, trainers = self._record(spec.name), self._sources[source].members.trainers_in_order()
-        deadline, grace = asked.limits(self._settings.grace)
+        record, trainers = self._names[spec.name], self._sources[source].members.trainers_in_order()
+        (deadline, grace), tenant = asked.limits(self._settings.grace), self._tenant(source)
         if self._running.locked():  # a round of the base weights
             async with self._serialize(deadline):
                 pass
         self.rounds += 1
         self._planner.keep_only({f"{name} {replica}" for name in self._sources for replica in self._members.replicas})
         if not seeding:
-            for other in self._names.values():
+            for name, other in list(self._names.items()):
                 if other.source == source:  # its regions are about to be overwritten
-                    other.publications.clear()
-                    other.source = ""
+                    other.overwritten()
+                    self._forget_unused(name)
         context = RoundContext(
             round=self.rounds, number=asked.number, epoch=asked.epoch, seeding=seeding, trainers=trainers, replicas=replicas,
             publications=record.publications, settings=structs.replace(self._settings, run=spec.name), deadline=deadline,
@@ -292,49 +327,65 @@ class Loras:
         )  # fmt: skip
         self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
-        result = await LoraRound(context, spec, source, turns, self._registered).run()
+        result = await LoraRound(context, spec, source, tenant, turns, self._registered).run()
         if not seeding:
-            record.source, record.spec = source, spec
+            if source in self._sources:
+                record.source, record.spec = source, spec
+            self._drop_others(result.version)
         return result
+
+    def _drop_others(self, published: Version) -> None:
+        """Let replicas drop what they have brought from an earlier coordinator under the label of this version."""
+        label = adapter_label(published.run, published.number)
+        for name, held in self._held.items():
+            if label in held and held[label].version != published:
+                _log.warning("replica %s drops %s, which was published with another digest since it joined", name, label)
+                self._drop(self._members.replicas[name], {published.run: [published.number]})
 
     def _registered(self, replica: Replica, version: Version, spec: AdapterSpec) -> None:
         label = adapter_label(version.run, version.number)
-        if version.number <= self._names[version.run].retired:  # meanwhile
-            self._spawn(drop(replica.members(), version.run, (version.number,), self._settings.grace))
-        elif not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
+        if not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
             for known in (self._held.setdefault(replica.name, {}), *(link.loras for link in replica.links.values())):
                 known[label] = HeldLora(version, spec)
+            self._drop_surplus(replica, version.run)  # what was retired and kept for lack of this one; or this one
 
     async def _retire(self, body: RetireLora, limit: RoundDeadline) -> Retired:
         check_adapter_name(body.name)
         record = self._names.get(body.name)
+        if record is None and self._names.was_retired(body.name):
+            return Retired(())
         if record is None:
             raise MembershipError(f"no version of {body.name} was published in this run")
-        numbers = sorted(
-            {held.version.number for loras in self._held.values() for held in loras.values() if held.version.run == body.name}
-        )
-        numbers = numbers[: len(numbers) - body.keep] if body.keep else numbers
-        if not numbers:
+        held = {replica: numbers for replica in self._held if (numbers := self._numbers(replica, body.name))}
+        known = {number for numbers in held.values() for number in numbers}
+        if record.publications.own[1] >= 0 and (record.source or not body.keep):
+            known.add(record.publications.own[1])  # which late replicas get, or what one that is away may bring
+        if not record.retire(known, body.keep):
             return Retired(())
-        record.retired = max(record.retired, numbers[-1])
-        if record.publications.last <= record.retired:
-            record.publications.clear()  # what its source still holds is not delivered any more
-            record.source = ""
-        labels = {adapter_label(body.name, number) for number in numbers}
-        holders = [self._members.replicas[name] for name, loras in self._held.items() if loras.keys() & labels]
-        for replica in holders:
-            self._forget(replica, labels)
+        surplus = {self._members.replicas[replica]: record.surplus(numbers) for replica, numbers in held.items()}
+        dropping = {replica: numbers for replica, numbers in surplus.items() if numbers}
+        for replica, numbers in dropping.items():
+            self._forget(replica, {adapter_label(body.name, number) for number in numbers})
+        self._forget_unused(body.name)
         seconds = min(self._settings.grace, limit.left)
-        errors = await asyncio.gather(*(drop(replica.members(), body.name, numbers, seconds) for replica in holders))
-        return Retired(tuple(numbers), tuple(readable(error) for several in errors for error in several))
+        drops = (drop(replica.members(), body.name, numbers, seconds) for replica, numbers in dropping.items())
+        errors = await asyncio.gather(*drops)
+        dropped = sorted({number for numbers in dropping.values() for number in numbers})
+        return Retired(tuple(dropped), tuple(readable(error) for several in errors for error in several))
 
     # Late replicas.
 
-    def bring_missing(self) -> None:
-        """Bring the newest version of each name whose source still holds it to replicas that lack it, once, in the background."""
-        self._news = True
-        if self._delivering is None and any(self._missing(name) for name in self._names):
-            self._delivering = self._spawn(self._bring_missing())
+    def bring_missing(self, names: Iterable[str] | None = None) -> None:
+        """Bring the newest version of names whose source still holds it to replicas that lack it, once, in the background.
+
+        By default of all names.
+        """
+        for name in self._names if names is None else names:
+            if self._missing(name):
+                tenant = self._tenant(self._names[name].source)
+                if tenant not in self._lacking:
+                    self._spawn(self._bring_missing(tenant))
+                self._lacking[tenant].add(name)
 
     def _missing(self, name: str) -> list[Replica]:
         record = self._names[name]
@@ -349,19 +400,20 @@ class Loras:
             if replica.complete and label not in self._held.get(replica.name, {}) and takes(replica, spec, late=True)
         ]
 
-    async def _bring_missing(self) -> None:
+    async def _bring_missing(self, tenant: str) -> None:
         try:
-            while self._news:
-                self._news = False
-                for name in list(self._names):
-                    await self._bring(name)
+            while names := self._lacking[tenant]:
+                async with self._places:
+                    await self._bring(names.pop())
         finally:
-            self._delivering = None
+            del self._lacking[tenant]
 
     async def _bring(self, name: str) -> None:
-        record, replicas = self._names[name], self._missing(name)
-        if not replicas or record.spec is None:
+        record = self._names.get(name)
+        replicas = [] if record is None else self._missing(name)
+        if record is None or record.spec is None or not replicas:
             return
+        record.delivering += 1
         again = AgreedPublication(*record.publications.own, RoundDeadline(self._settings.timeout))
         try:
             result = await self._run(record.source, record.spec, again, replicas, seeding=True)
@@ -369,6 +421,9 @@ class Loras:
                 _log.warning("%s could not be brought to replica %s: %s", result.version, missed.name, missed.error)
         except WeightSyncError as error:
             _log.warning("the newest version of %s could not be brought to late replicas: %s", name, readable(str(error)))
+        finally:
+            record.delivering -= 1
+            self._forget_unused(name)
 
     # Status, and closing.
 

@@ -20,9 +20,9 @@ _REMEMBERED_REVOKED = 4096
 
 
 class Membership:
-    """The trainer's ranks and the replicas, by name."""
+    """The trainer's ranks and the replicas, by name. Several may share what is ``revoked``."""
 
-    def __init__(self) -> None:
+    def __init__(self, revoked: dict[str, None] | None = None) -> None:
         self.trainers: dict[str, RankHandle[TrainerRank]] = {}
         self.replicas: dict[str, Replica] = {}
         self.trainer_expected = 0
@@ -30,7 +30,7 @@ class Membership:
         self.gone_trainers: dict[int, RankStatus] = {}
         """Trainer ranks whose connection ended other than on purpose and that have not come back."""
         self._lost: dict[str, Replica] = {}
-        self._revoked: dict[str, None] = {}
+        self._revoked: dict[str, None] = {} if revoked is None else revoked
         """SHA-256 hashes of revoked credentials and sessions, oldest first."""
 
     @property
@@ -152,7 +152,7 @@ class Membership:
 
         The session is refused as well because the Welcome with the credential may have been lost.
         """
-        self._revoked |= {known_as(link.credential): None, link.rank.hello.session: None}
+        self._revoked.update({known_as(link.credential): None, link.rank.hello.session: None})
         while len(self._revoked) > _REMEMBERED_REVOKED:
             del self._revoked[next(iter(self._revoked))]
 

@@ -10,7 +10,7 @@ from typing import Literal
 from weightsync.arrays import UInt64
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import TrainerRank
-from weightsync.errors import StaleSource
+from weightsync.errors import StaleSource, VersionError
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.window import KnownWindows, Measured, measured
 from weightsync.protocol.messages import ChangedWords, Placed
@@ -60,6 +60,8 @@ class Publications:
         """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are dropped."""
         self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
         """Those of the stream that was published last."""
+        self.reserved: set[tuple[int, int]] = set()
+        """Epochs and numbers of publications that run."""
         self._placement: Placement | None = None
         self._order = 0
 
@@ -113,6 +115,10 @@ class Publications:
         """Highest known number in ``epoch`` if that is the latest epoch; else -1."""
         return self.last if epoch == self.epoch else -1
 
+    def highest_in(self, epoch: int) -> int:
+        """As :meth:`last_in`, those of publications that run included: one of its ranks may have been interrupted since."""
+        return max([self.last_in(epoch), *(number for other, number in self.reserved if other == epoch)])
+
     def behind(self, version: Version | None) -> int:
         """Number of known publications that are newer than ``version``; of all, for a replica that serves none."""
         return len(self.published) if version is None else sum(order > version.order for order in self.published)
@@ -132,13 +138,25 @@ class Publications:
         return self._order
 
     def hold(self, placement: Placement) -> None:
-        """Record a placement that every rank has completed."""
-        self._placement = placement
-        self.own = max(self.own, placement.version.order)
-        self._look()
-        self.published[placement.version.order] = placement.version
+        """Record a placement that every rank has completed.
+
+        Raises:
+            VersionError: Its number means other bytes already.
+        """
+        version = placement.version
+        if self.published.get(version.order, version) != version:
+            raise VersionError(f"version {version} was published with another digest already, so this one does not exist")
+        if version.order >= self.own:  # sources of one adapter place beside each other
+            self._placement, self.own = placement, version.order
+            self._look()
+        self.published[version.order] = version
         while len(self.published) > _REMEMBERED:
             del self.published[next(iter(self.published))]
+
+    def use(self, epoch: int, number: int) -> None:
+        """Use this number and those before it for no later version."""
+        self.own = max(self.own, (epoch, number))
+        self._look()
 
     def deltas(self, placed: Mapping[str, Placed]) -> tuple[Delta, ...]:
         """What all trainer ranks list as changed since the same versions, which were published here."""

@@ -116,10 +116,13 @@ class _Gathering:
             self.result.set_exception(error)
             self.result.exception()  # mark as retrieved: perhaps no call is left to raise it
 
-    def follow(self, round_: asyncio.Task[RoundResult]) -> None:
-        """Copy the outcome of the round that has started to the result."""
+    def follow(self, round_: asyncio.Task[RoundResult], reserved: set[tuple[int, int]]) -> None:
+        """Copy the outcome of the round that has started to the result. Its number is ``reserved`` until then."""
+        this = self.epoch, self.number or 0
+        reserved.add(this)
 
         def ended(done: asyncio.Task[RoundResult]) -> None:
+            reserved.discard(this)
             if done.cancelled():
                 self.fail(Aborted(f"the publication of {self.what} was cancelled"))
             elif (error := done.exception()) is not None:
@@ -160,6 +163,13 @@ class PublishBarrier:
     def waiting(self) -> dict[str, Publish]:
         """What each rank that waits for others has asked for, by member."""
         return {} if self._gathering is None else {member: place.asked for member, place in self._gathering.places.items()}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rank waits here, and none that is connected has an error to hear of. A round may run."""
+        owed = {} if self._failed is None else self._failed.owed
+        sessions = ((member, link.rank.hello.session) for member, link in self._members.trainers.items())
+        return self._gathering is None and not any(owed.get(member) == session for member, session in sessions)
 
     def joined(self, link: RankHandle[TrainerRank]) -> None:
         """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts."""
@@ -364,7 +374,7 @@ class PublishBarrier:
 
     def _check_number(self, member: str, link: RankHandle[TrainerRank], number: int | None) -> None:
         epoch = self.epochs.of(link.rank)
-        last = -1 if epoch is None else self._last(epoch)
+        last = -1 if epoch is None else self._publications.highest_in(epoch)
         if number is not None and number <= last:
             what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
             raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
@@ -383,7 +393,7 @@ class PublishBarrier:
         ranks = [place.link.rank for place in gathering.places.values()]
         try:
             gathering.epoch = self.epochs.decide(ranks)
-            last = self._last(gathering.epoch)
+            last = self._publications.highest_in(gathering.epoch)
             if gathering.number is None:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
@@ -403,13 +413,8 @@ class PublishBarrier:
         step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
         mode = next(iter(gathering.places.values())).asked.pause_mode
         calls = {member: place.asked.call for member, place in gathering.places.items()}
-        gathering.follow(self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls)))
-
-    def _last(self, epoch: int) -> int:
-        """Highest number in ``epoch``, that of the running round included: one of its ranks may have been interrupted since."""
-        running = self._running
-        began = running is not None and running.epoch == epoch and not running.result.done()
-        return max(self._publications.last_in(epoch), (running.number or 0) if running is not None and began else -1)
+        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls))
+        gathering.follow(started, self._publications.reserved)
 
     # Waiting, and giving up.
 

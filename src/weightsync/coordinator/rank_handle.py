@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from weightsync.config import Secret
 from weightsync.coordinator.answers import check_answer
+from weightsync.coordinator.lora_drops import DropQueue
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
 from weightsync.coordinator.status import RankStatus
 from weightsync.deadline import Deadline
@@ -49,11 +50,14 @@ class RankHandle(Generic[R]):
         self.gone: PeerLost | None = None
         self.serving = node.rank.hello.serving
         """Version that an engine rank is known to serve; ``None`` from the start of an update until its commit."""
+        self.refuted = node.rank.hello.refuted
+        """Why an engine rank's parameters are not those of the version that it served; empty if they may be."""
         self.prepared: str | None = None
         """Key of the plan for which an engine rank is ready."""
         self.transports: tuple[str, ...] = ()
         self.loras = {adapter_label(held.version.run, held.version.number): held for held in node.rank.hello.loras}
         """Versions of adapters that an engine rank is known to serve, by label."""
+        self.drops = DropQueue(self)
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome

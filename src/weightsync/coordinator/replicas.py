@@ -7,6 +7,7 @@ import time
 from itertools import islice
 from typing import Any, Literal
 
+from weightsync.coordinator.looks import Looks
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.status import RankStatus
@@ -84,6 +85,8 @@ class Replica:
         """Task that prepares the next round while no round runs. That round waits for it."""
         self.quarantining: asyncio.Task[Any] | None = None
         """Quarantine outside any round. The next round waits for it."""
+        self.looks = Looks()
+        """The background audits of what it serves."""
         self.fed_by = ""
         """Name of the source of its last update, for which its ranks are prepared."""
         self.refuted_by: set[str] = set()
@@ -112,6 +115,16 @@ class Replica:
         """Whether others may read its version from it: every rank serves it, to requests and to replicas; no reader refuted it."""
         serving = self.serves and self.refusal is None and not self.refuted_by
         return serving and all(link.rank.source is not None for link in self.links.values())
+
+    @property
+    def refuted(self) -> str:
+        """What a rank found in its parameters instead of what it installed; empty if no rank of it has found anything."""
+        return next((link.refuted for link in self.links.values() if link.refuted), "")
+
+    @property
+    def restless(self) -> bool:
+        """Whether parameters of the version that it serves were found to change by themselves: it is not audited."""
+        return self.version is not None and self.version == self.looks.restless
 
     @property
     def shown_state(self) -> str:
@@ -230,7 +243,7 @@ class Replica:
         self._check_links(links)
         self.become("updating")
         for link in links.values():
-            link.serving = None
+            link.serving, link.refuted = None, ""
 
     def succeed(self, links: dict[str, RankHandle[EngineRank]], version: Version) -> None:
         """End an update: every rank committed ``version`` and was resumed.

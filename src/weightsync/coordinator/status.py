@@ -17,7 +17,7 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     subject: str
     """A replica's name, ``trainer``, or ``update``."""
     kind: str
-    """``lost``, ``refused``, ``out_of_service``, ``slow`` or ``failed``."""
+    """``lost``, ``refused``, ``out_of_service``, ``restless``, ``slow`` or ``failed``."""
     text: str
     """What happened. Begins with the subject."""
     fix: str
@@ -77,6 +77,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pause of the last update; ``None`` before the first one."""
     url: str = ""
     """Where routers reach it (``WEIGHTSYNC_REPLICA_URL``)."""
+    restless: bool = False
+    """Whether the same of its parameters were changed again after ``version`` had been installed again: it is not audited."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -37,4 +37,5 @@ def replica_status(replica: Replica, publications: Publications) -> ReplicaStatu
         verified=replica.verified if version is not None else "",
         paused_seconds=replica.paused_seconds,
         url=replica.url,
+        restless=replica.restless,
     )

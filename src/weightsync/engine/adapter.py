@@ -90,6 +90,14 @@ class EngineAdapter:
         """
         return None
 
+    @property
+    def outdated(self) -> bool:
+        """Whether ``shards`` returns memory that parameters have left, because the engine must not be looked at while it computes.
+
+        It is asked right after ``shards`` while the engine serves. Then its parameters are not read again until later.
+        """
+        return False
+
     def device(self) -> torch.device | None:
         """The CUDA device in whose memory ``load`` is lent its buckets, if trainers on this host can be read from there.
 

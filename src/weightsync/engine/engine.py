@@ -170,7 +170,8 @@ class Engine(Closeable):
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
             live=served is not None and served.in_place, url=self._url, lora_slots=role.loras.slots,
-            loras=role.loras.served,
+            loras=role.loras.served, taken_loras=role.loras.taken,
+            refuted=(role.session.refuted or (None, ""))[1][:_LONGEST],
         )  # fmt: skip
 
     @property

@@ -47,6 +47,7 @@ from weightsync.protocol.messages import (
     PlanSlice,
     Prepare,
     Prepared,
+    Refuted,
     Resume,
     Revert,
     Stage,
@@ -66,7 +67,8 @@ from weightsync.tensors.shards import Shard, Views
 from weightsync.transports.base import Network, Transport
 from weightsync.transports.registry import transports_for
 
-_SHOWN = 10
+_SHOWN, _LONGEST = 10, 4000  # tensors, characters
+_YIELD_SECONDS = 1.0  # in which an idle rank begins a call; one that is busy refuses an audit after it
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +115,7 @@ class EngineRole(SessionFront):
         """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
         self._installed: tuple[Version, str, Filled] | None = None
         """What this rank serves, as it installed it: the base of changes."""
-        self._auditing = False
-        """Whether parameters are looked at, and nothing is read from a source."""
+        self._report = report
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
             Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
@@ -147,7 +148,8 @@ class EngineRole(SessionFront):
             return replace(super().receive(body, update), beside=True)
         if isinstance(body, PrepareLora | StageLora | RegisterLora | DropLora) or (isinstance(body, LetGo) and body.adapters):
             return self.loras.receive(body, update)
-        return super().receive(body, update)
+        call = super().receive(body, update)
+        return replace(call, turn_seconds=_YIELD_SECONDS, yields=True) if isinstance(body, Audit) else call
 
     def _look(self, shards: Sequence[Shard] | None) -> _ParameterMemory | None:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
@@ -323,8 +325,7 @@ class EngineRole(SessionFront):
             raise ConfigurationError("parameters that share memory take no changes")
         failpoints.reached("engine.stage")
         with filler.beside():
-            if self._differing(filler, installed, deadline):
-                raise StaleSource(f"parameters of {self.session.member} were changed since it installed version {body.base}")
+            self._require_installed(body.base, filler, installed, deadline)
             staged = self._staged = filler.changes.read(filler, body, installed.digests, shards, deadline)
             self.session.check_abort()  # an abort that came before did not reach it
             with span("digest"):
@@ -334,38 +335,36 @@ class EngineRole(SessionFront):
 
     def _served_now(self, version: Version) -> tuple[DirectFiller, Filled, Sequence[Shard]]:
         """What wrote ``version``, which this rank serves, what it installed, and the parameters, which are still in that memory."""
+        if (refuted := self.session.refuted) is not None and refuted[0] == version:
+            raise VerificationError(refuted[1])
         filler, installed = self._plan_filler("looking at what is installed"), self._installed
         if not isinstance(filler, DirectFiller) or self.session.sleeps:
             raise ConfigurationError("only parameters that stay where they are, and that are written directly, can be read again")
         if installed is None or self.session.served_version != version or installed[:2] != (version, filler.layout.digest):
             raise StaleSource(f"it is not known what {self.session.member} has installed of version {version}")
         shards = self.session.shards("follow")
-        if shards is None or not self._unmoved(shards, self._held):
+        if shards is None or not self._unmoved(shards, self._held) or self.adapter.outdated:
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {version}")
         return filler, installed[2], shards
 
-    def _differing(self, filler: DirectFiller, installed: Filled, deadline: Deadline) -> str:
-        """Names of tensors whose bytes are not those that this rank installed; empty if there are none."""
+    def _require_installed(self, version: Version, filler: DirectFiller, installed: Filled, deadline: Deadline) -> None:
+        """Raise unless all parameters are what this rank installed of ``version``. A difference is reported, whoever asked."""
         with span("audit"):
             bad = np.flatnonzero(filler.digests(deadline) != installed.digests)
         if len(bad):
+            names = few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
+            why = f"parameters of {self.session.member} were changed since it installed version {version}: {names}"
             self._installed = None
-        return few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
+            self.session.refute(why)
+            self._report(Refuted(version, why[:_LONGEST]))
+            raise VerificationError(why)
 
     def _audit(self, body: Audit, deadline: Deadline) -> None:
         """Read all parameters again while the engine serves. An abort ends this, and nothing that is prepared."""
-        self._auditing = True
-        try:
-            filler, installed, _ = self._served_now(body.version)
-            failpoints.reached("engine.audit")
-            with filler.beside():
-                differing = self._differing(filler, installed, deadline)
-        finally:
-            self._auditing = False
-        if differing:
-            raise VerificationError(
-                f"parameters of {self.session.member} were changed since it installed version {body.version}: {differing}"
-            )
+        filler, installed, _ = self._served_now(body.version)
+        failpoints.reached("engine.audit")
+        with filler.beside():
+            self._require_installed(body.version, filler, installed, deadline)
 
     def _revert(self, body: Revert, deadline: Deadline) -> None:
         staged = self._staged
@@ -478,8 +477,8 @@ class EngineRole(SessionFront):
         return fold(cover.total({"": digests})) == version.digest
 
     def _abort_work(self) -> None:
-        for held in (self._filler, self._preparing, self._served, self._staged):
-            if held is not None and not self._auditing:
+        for held in () if self.session.yields else (self._filler, self._preparing, self._served, self._staged):
+            if held is not None:
                 held.abort()
 
     def close(self, timeout: float = 5.0) -> None:

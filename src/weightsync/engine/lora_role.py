@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SHOWN = 16
+_REMEMBERED = 1 << 16  # names; a Hello has room for so many
 
 
 class _NoWeights(EngineAdapter):
@@ -93,6 +94,7 @@ class LoraRole(SessionFront):
         self._prepared: tuple[AdapterSpec, int] | None = None
         self._staged: tuple[str, AdapterSpec] | None = None
         self._served: dict[str, HeldLora] = {}
+        self._taken: dict[str, int] = {}
         self._visible = threading.Lock()
         """Held while versions become visible or are refused: the base does not change in between."""
 
@@ -105,6 +107,11 @@ class LoraRole(SessionFront):
     def served(self) -> tuple[HeldLora, ...]:
         """Versions that requests may use."""
         return tuple(self._served.copy().values())
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """The highest number by name that requests could ever use here; of very many names, of those that were taken last."""
+        return self._taken.copy()
 
     def receive(self, body: Body, update: int = 0) -> IncomingCall:
         """See :meth:`SessionFront.receive`."""
@@ -203,6 +210,10 @@ class LoraRole(SessionFront):
         with self._visible:
             self._check_base(label, staged[1])
             self.session.check_abort()
+            name = body.version.run
+            self._taken[name] = max(self._taken.pop(name, -1), body.version.number)
+            if len(self._taken) > _REMEMBERED:
+                del self._taken[next(iter(self._taken))]
             try:
                 _calling(partial(self._adapter.register_lora, body.version), label)
                 failpoints.reached("engine.lora.registered")

@@ -48,6 +48,8 @@ class Ticket:
     """The update that the call belongs to; 0 where a connection keeps calls in order."""
     withdrawn: bool = False
     """Whether its caller has given up."""
+    yields: bool = False
+    """Whether it waits for no other call, and the next call that arrives ends it."""
 
 
 class EngineSession:
@@ -97,11 +99,14 @@ class EngineSession:
         self._abort_numbers = itertools.count(1)
         self._update = self._aborts = 0
         self._current, self._in_turn = Ticket("nothing", 0, 0, 0), False
+        self._yielding: Ticket | None = None  # the last call that arrived, if it yields
         self._due: Ticket | None = None  # a quarantine that has arrived, waits for its turn, or has given up waiting
         # Held while an abort is noted or the state changes, so that `served_version` stays true after an abort.
         self._changing = threading.Condition(threading.Lock())
         self.latest: Version | None = None
         """The last version that it took, also if it serves none since."""
+        self.refuted: tuple[Version, str] | None = None
+        """The version that this rank served until it found other bytes in its parameters, and what it found."""
         self.closed = False
         """Whether :meth:`close` was called."""
 
@@ -118,19 +123,27 @@ class EngineSession:
         return self._calls.running or f"{self.member} is busy with {self._current.what}"
 
     @property
+    def yields(self) -> bool:
+        """Whether the current call yields to others: it reads nothing but parameters."""
+        return self._current.yields
+
+    @property
     def paused(self) -> bool:
         """Whether the last pause succeeded and no resume has begun since."""
         return self._calls.paused
 
-    def receive(self, what: str, update: int = 0, *, aborts: bool = False, reason: str = "") -> Ticket:
+    def receive(self, what: str, update: int = 0, *, aborts: bool = False, reason: str = "", yields: bool = False) -> Ticket:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks.
 
         A call that ``aborts``, a quarantine, ends those that arrived before, unless it belongs to another ``update`` than they. The
-        adapter gets its ``reason``.
+        adapter gets its ``reason``. One that ``yields`` is ended by each call that arrives after it.
         """
         if ends := aborts and update == self._update:
             self.abort(reason)
-        ticket = Ticket(what, next(_numbers), self._aborts, update)
+        ticket = Ticket(what, next(_numbers), self._aborts, update, yields=yields)
+        earlier, self._yielding = self._yielding, ticket if yields else None
+        if earlier is not None:
+            self.withdraw(earlier)
         if ends:
             self._due = ticket  # from here on no version is served: a coordinator may ask before the quarantine has its turn
         return ticket
@@ -177,7 +190,7 @@ class EngineSession:
 
         Raises :class:`~weightsync.errors.DeadlineExceeded` if the turn does not come in time.
         """
-        timeout = deadline.left
+        timeout = 0.0 if call.yields else deadline.left
         if not self._calls.turn.acquire(timeout):
             never = "; it is never resumed from here" if call is self._due else ""
             raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
@@ -255,7 +268,15 @@ class EngineSession:
         """Serve no version; without a pause this rank is not written."""
         with self._changing:
             self._on_leaving()
-            self.state, self.serving = "quarantined", None
+            self.state, self.serving, self.refuted = "quarantined", None, None
+
+    def refute(self, why: str) -> None:
+        """Report no version any more, because parameters are not what was installed. The engine generates until it is paused."""
+        with self._changing:
+            self._on_leaving()
+            if self.serving is not None:
+                self.refuted, self.serving = (self.serving, why), None
+            self._changing.notify_all()
 
     @contextmanager
     def leaving_service(self) -> Iterator[None]:
@@ -380,7 +401,7 @@ class EngineSession:
         if (stale := self._calls.flush()) is not None:
             raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
         self._become("committed")
-        self.serving = version
+        self.serving, self.refuted = version, None
 
     @contextmanager
     def resuming(self, deadline: Deadline) -> Iterator[None]:

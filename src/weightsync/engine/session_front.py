@@ -10,7 +10,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import ProtocolError
-from weightsync.protocol.messages import Body, Commit, Done, Quarantine, Resume
+from weightsync.protocol.messages import Audit, Body, Commit, Done, Quarantine, Resume
 from weightsync.protocol.worker import IncomingCall
 
 
@@ -38,7 +38,7 @@ class SessionFront:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks. A :class:`Quarantine` aborts here."""
         aborts = isinstance(body, Quarantine)
         reason = (body.reason or "the round failed") if isinstance(body, Quarantine) else ""
-        ticket = self.session.receive(type(body).__name__, update, aborts=aborts, reason=reason)
+        ticket = self.session.receive(type(body).__name__, update, aborts=aborts, reason=reason, yields=isinstance(body, Audit))
         return IncomingCall(body, partial(self._run, body, ticket), partial(self._given_up, ticket, aborts), self.turn_seconds)
 
     def answer(self, body: Body, timeout: float, update: int = 0) -> Body:

@@ -69,6 +69,7 @@ class ModuleAdapter(EngineAdapter):
         self._changed = threading.Condition(self._lock)
         self._paused = False
         self._begun = False  # from begin() to resume(): nothing computes with the module
+        self._guessed = False  # the last look returned what was found before
         self._users: dict[object, None] = {}  # and _VOTE until a vote of this rank has ended
         self._loader: ShardLoader | None = None
         self._loader_of: Sequence[Shard] = ()
@@ -153,17 +154,24 @@ class ModuleAdapter(EngineAdapter):
         """Return shards over the parameters, for direct delivery; while the module is in use, those that were found last."""
         return self._look()[1]
 
+    @property
+    def outdated(self) -> bool:
+        """Whether parameters have moved while the module is in use."""
+        return self._guessed and not self._followed.unchanged
+
     def _look(self) -> tuple[Manifest, Sequence[Shard]]:
         """Look where the parameters are, unless a forward pass may run: hooks of state dicts change the module.
 
         FSDP2's hook frees gathered parameters. A forward pass would read freed memory, and one rank that has freed them gathers
         again while the others do not. So modules with FSDP2 are looked at only between :meth:`begin` and :meth:`resume`.
         """
+        self._guessed = False
         if self._begun:
             return self._followed.now_quickly()
         me = object()
         with self._lock:
             if self._users or self._fsdp:
+                self._guessed = True
                 return self._followed.last
             self._users[me] = None
         try:

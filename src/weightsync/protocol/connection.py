@@ -422,7 +422,7 @@ class CoordinatorConnection(Closeable):
         try:
             await asyncio.wait([outcome], timeout=min(call.turn_seconds, timeout + _LATE_SECONDS))
             if not outcome.done() and not job.running():  # the call before it hangs, and was given up by the coordinator
-                if not call.beside:
+                if not (call.beside or call.yields):
                     self._connect_again_after(worker)
                 waited = min(call.turn_seconds, timeout)
                 raise DeadlineExceeded(f"{what} did not get its turn within {waited:.3g} s: {call.withdraw()}")

@@ -13,7 +13,7 @@ from weightsync.protocol.fields import Many, Number
 from weightsync.protocol.plan_messages import PlanSlice
 from weightsync.protocol.update_messages import Message
 
-_AdapterName = Annotated[str, msgspec.Meta(max_length=129)]
+AdapterName = Annotated[str, msgspec.Meta(max_length=129)]
 
 
 class HeldLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class PrepareLora(Message, frozen=True):
 class StageLora(Message, frozen=True):
     """Read the version that was prepared, hand a copy to the engine, and digest it. Answered by :class:`Moved`. Nobody sees it."""
 
-    name: _AdapterName
+    name: AdapterName
     number: Number
 
 
@@ -54,7 +54,7 @@ class RegisterLora(Message, frozen=True):
 class DropLora(Message, frozen=True):
     """Serve these versions to no new request, and free each when no request uses it. Answered by :class:`Done`."""
 
-    name: _AdapterName
+    name: AdapterName
     numbers: Annotated[tuple[Number, ...], Many]
 
 
@@ -71,14 +71,14 @@ class LorasRefused(Message, frozen=True):
 
 
 class RetireLora(Message, frozen=True):
-    """Drop all versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
+    """Let every replica drop all its versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
 
-    name: _AdapterName
+    name: AdapterName
     keep: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Retired(Message, frozen=True):
-    """Versions that are not served any more, and why replicas could not be told."""
+    """Versions that were dropped, each by at least one replica, and why replicas could not be told."""
 
     numbers: Annotated[tuple[Number, ...], Many]
     errors: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], Many] = ()

@@ -23,7 +23,7 @@ from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
 from weightsync.protocol.fields import Epoch, Few, Many, Member, Name, Number, Step, Text
-from weightsync.protocol.lora_messages import HeldLora, LoraMessage
+from weightsync.protocol.lora_messages import AdapterName, HeldLora, LoraMessage
 from weightsync.protocol.plan_messages import Host, Memory, Offer, PieceColumns, PlanSlice, Reach, SourceAddress, Traits
 from weightsync.protocol.store_messages import StoreMessage
 from weightsync.protocol.update_messages import Message, UpdateMessage
@@ -105,6 +105,8 @@ class Hello(Message, frozen=True):
     adapter: Name = ""
     serving: Version | None = None
     """Version that this engine rank already serves, for a coordinator that was restarted."""
+    refuted: Text = ""
+    """Why it serves none although it generates: its parameters are not what it installed. Empty if they may be."""
     published: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     """Last version number that this trainer rank published, for a coordinator that was restarted."""
     live: bool = False
@@ -135,6 +137,8 @@ class Hello(Message, frozen=True):
     """What LoRA adapters this engine rank takes; ``None`` if it takes none."""
     loras: Annotated[tuple[HeldLora, ...], msgspec.Meta(max_length=1 << 16)] = ()
     """Versions of adapters that this engine rank serves."""
+    taken_loras: Annotated[dict[AdapterName, Number], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
+    """The highest number of each adapter that this engine rank took, although it may serve none since: it is not used again."""
 
     def __repr__(self) -> str:
         return f"<Hello of {self.role} {self.name}/{self.rank}>"  # key and credential must not reach logs
@@ -312,7 +316,7 @@ class LetGo(Message, frozen=True):
 class Audit(Message, frozen=True):
     """Compare the parameters with what was installed of this version, while serving.
 
-    Answered by :class:`Done`, or fails with VerificationError.
+    Answered by :class:`Done`, or fails with VerificationError. Every other call ends it, and it never waits for another.
     """
 
     version: Version
@@ -449,6 +453,13 @@ class WaitForReplicas(Message, frozen=True):
     """Whether a replica that is refused fails the wait at once, or another one may still come."""
 
 
+class Refuted(Message, frozen=True):
+    """Parameters of this engine rank are not what it installed of ``version``. It reports no version until the next update."""
+
+    version: Version
+    reason: Text
+
+
 class ReplicaList(Message, frozen=True):
     """Replicas that are ready for rounds."""
 
@@ -474,8 +485,8 @@ class Done(Message, frozen=True):
 Body = (
     Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved | Commit | Resume |
     Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Done | DeltaMessage | UpdateMessage |
-    StoreMessage | LoraMessage
+    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Refuted | Done | DeltaMessage |
+    UpdateMessage | StoreMessage | LoraMessage
 )  # fmt: skip
 
 

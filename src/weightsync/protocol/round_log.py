@@ -10,9 +10,10 @@ from functools import partial
 
 from msgspec import structs
 
-from weightsync.errors import LoadError, WeightSyncError, few
+from weightsync.errors import LoadError, VerificationError, WeightSyncError, few
 from weightsync.model import Version, in_words
 from weightsync.protocol.messages import (
+    Audit,
     Body,
     Commit,
     Move,
@@ -31,7 +32,7 @@ _log = logging.getLogger("weightsync.rounds")
 
 _STEPS: dict[type, str] = {
     Prepare: "preparing", Pause: "pausing", Move: "moving", Commit: "committing", Resume: "resuming", Update: "updating",
-    Quarantine: "staying paused",
+    Quarantine: "staying paused", Audit: "reading its weights again",
 }  # fmt: skip
 
 
@@ -71,9 +72,11 @@ class LoggedCalls:
         try:
             answer = call.run(timeout)
         except Exception as error:
+            # Most engines cannot be audited, or not now, and nobody need know it.
+            level = logging.DEBUG if isinstance(body, Audit) and not isinstance(error, VerificationError) else logging.WARNING
             step, kind = _STEPS.get(type(body), "a call"), type(error).__name__
             # As text: a handler that keeps records would keep what the error's traceback refers to, such as mapped memory.
-            _log.warning("%s: %s failed: %s: %s", self._member, step, kind, str(error), exc_info=_of_engine(error))
+            _log.log(level, "%s: %s failed: %s: %s", self._member, step, kind, str(error), exc_info=_of_engine(error))
             raise
         self._note(body, answer)
         return answer

@@ -28,6 +28,8 @@ class IncomingCall:
     """Handles the caller's withdrawal, and returns what keeps the rank busy, for display. Never blocks."""
     turn_seconds: float = math.inf
     """Seconds that the call may wait for its turn before it is refused."""
+    yields: bool = False
+    """Whether a rank that is too busy for the call is well: the call never waits for another."""
     beside: bool = False
     """Whether the call runs beside the others, on a thread for such calls."""
 

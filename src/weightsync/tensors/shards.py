@@ -554,9 +554,12 @@ class FollowedShards:
         ``python -m benchmarks.second_look`` measures it. A contiguous tensor at the same address that now has another shape or
         dtype goes unnoticed.
         """
-        if not self._released and self._tree is not None and self._tree.unchanged():
-            return self._current
-        return self.now()
+        return self._current if self.unchanged else self.now()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether a module's memory is what was found last, as far as can be seen without its hooks, so also while it computes."""
+        return not self._released and self._tree is not None and self._tree.unchanged()
 
 
 class _Tree:

@@ -178,7 +178,8 @@ class Adapters(Closeable):
     def retire(self, name: str, keep: int = 1, *, timeout: float | None = None) -> tuple[str, ...]:
         """Serve only the newest ``keep`` versions of ``name`` to new requests. Any rank may call it; twice does no harm.
 
-        A retired version is freed when the last request that uses it has ended. Returns the labels of those that were retired.
+        A retired version is freed when the last request that uses it has ended. A replica that missed newer versions keeps its own
+        newest ``keep`` until it has them. Returns the labels of those that were retired somewhere.
 
         Raises:
             ConfigurationError: ``keep`` is no number from 0.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ from tests.integration.rounds.test_rounds import Joined, Net, change, same
 from weightsync.config import ServerSettings
 from weightsync.coordinator.audits import Audits
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import DeadlineExceeded
+from weightsync.errors import DeadlineExceeded, RoundFailed
 from weightsync.model import Version
 from weightsync.server.server import BackgroundServer
 
@@ -35,7 +35,8 @@ class Reporting(ModuleAdapter):
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
-    monkeypatch.setattr(Audits, "least_seconds", 0.05)
+    monkeypatch.setattr(Audits, "least_seconds", 0.2)  # metrics are shared for a moment
+    monkeypatch.setattr("weightsync.coordinator.audits.random.random", lambda: 1.0)
     with BackgroundServer(ServerSettings.load({}, port=0, audit_share=1.0)) as server, ExitStack() as owned:
         yield Joined(server, owned)
 
@@ -93,3 +94,24 @@ def test_an_engine_that_is_updated_through_its_loader_is_left_alone(joined: Join
         engine.wait_for_version(2, timeout=1.0)
     assert engine.serving == version
     assert metric(joined, "audit_failures_total") == metric(joined, "audit_seconds_count") == 0
+
+
+def test_what_staging_finds_counts_whether_or_not_the_round_then_reaches_the_pause() -> None:
+    settings = ServerSettings.load({}, port=0, audit_share=0.0, max_unavailable=1)
+    with BackgroundServer(settings) as server, ExitStack() as owned:
+        joined = Joined(server, owned)
+        source, target = Net(), Net()
+        trainer = joined.trainer(source, deltas=True)
+        busy, adapter = ModuleAdapter(Net()), Reporting(target)
+        joined.engine(busy, "a")
+        joined.engine(adapter, "b")
+        change(source, 1)
+        trainer.publish(1, timeout=SECONDS)
+        assert adapter.took.get(timeout=SECONDS) == 1
+        with torch.no_grad():
+            target.up.weight[3, 7] += 1.0
+            source.up.weight[0, 0] += 1.0
+        with busy.in_use(), suppress(RoundFailed):  # unless b had its turn first
+            trainer.publish(2, timeout=4.0)
+        assert adapter.took.get(timeout=SECONDS) == 2, "it is updated as soon as that is possible"
+        assert metric(joined, "audit_failures_total") == 1

@@ -84,7 +84,7 @@ def scenario(running: RunningScheduler, directory: str) -> list[object]:
     coordinator, token = os.environ["WEIGHTSYNC_COORDINATOR"], os.environ["WEIGHTSYNC_TOKEN"]
     with Trainer(state, coordinator, token=token, rank=0, world_size=1) as trainer:  # SGLang's process group is not the trainer's
         for seed in range(1, UPDATES + 1):
-            kept = running.ask(200)
+            kept = running.ask(600)
             running.wait_until_running()
             random_weights(state, seed)
             with another_client(running):

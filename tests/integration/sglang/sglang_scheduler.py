@@ -70,7 +70,7 @@ def make_checkpoint(directory: str, seed: int = 0, *, vocab_size: int = 128, int
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, dtype="float32",
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
 
@@ -82,7 +82,7 @@ def make_experts_checkpoint(directory: str, *, vocab_size: int) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024,
         tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
@@ -119,7 +119,7 @@ class RunningScheduler(Closeable):
         settings = {
             "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
             "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
-            "max_total_tokens": 1024, "context_length": 256,
+            "max_total_tokens": 2048, "context_length": 1024,
             "max_running_requests": 4, "log_level": "warning",
         }  # fmt: skip
         server_arguments = ServerArgs(**settings | arguments)

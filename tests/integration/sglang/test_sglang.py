@@ -158,7 +158,7 @@ def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode
         Engine(adapter, "modes", server.url, token=server.token),
     ):
         before = trainer.publish(timeout=60.0)
-        name = served.running.ask(200)
+        name = served.running.ask(600)
         served.running.wait_until_running()
         random_weights(served.state, 11)
         after = trainer.publish(timeout=60.0)
@@ -167,7 +167,7 @@ def test_requests_that_run_when_an_update_comes(served: _Served, mode: PauseMode
         assert type(output).__name__ == "AbortReq"
         return
     tokens, spans = output
-    assert len(tokens) == 200
+    assert len(tokens) == 600
     expected = [before.version, after.version] if mode == "keep" else [before.version]
     assert [span.version for span in spans] == [str(version) for version in expected]
     if mode == "keep":

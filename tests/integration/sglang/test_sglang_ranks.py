@@ -102,4 +102,4 @@ def test_two_ranks_update_and_keep_a_request_that_runs(
         made = reference.generate(torch.tensor([[3, 1, 2]]), max_new_tokens=8, do_sample=False)
         assert (used, verified) == (delivery, "installed" if delivery == "direct" else "received")
         assert tokens == made[0, 3:].tolist()
-        assert (kept, len(versions)) == ((200, 2) if seed <= UPDATES else (0, 0))
+        assert (kept, len(versions)) == ((600, 2) if seed <= UPDATES else (0, 0))

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import typer
@@ -20,7 +22,7 @@ from tests.integration.server.service_support import engine_hello, joined, train
 from typer.testing import CliRunner, Result
 
 from weightsync.cli import doctor
-from weightsync.cli.commands import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, exit_code
+from weightsync.cli.commands import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, choices_of, exit_code
 from weightsync.cli.doctor import examine
 from weightsync.cli.main import add_bench_commands, app
 from weightsync.cli.options import parse_size
@@ -503,3 +505,13 @@ def test_replicas_without_a_coordinator_ends_at_its_deadline() -> None:
     done = run("replicas", "--wait", "run@7", "--timeout", "1", "-c", "http://127.0.0.1:1")
     assert done.exit_code == EXIT_UNREACHABLE
     assert time.monotonic() - began < 10
+
+
+def test_choices_are_known_whichever_typer_is_installed() -> None:
+    """Typer 0.29 dropped click's types of options, and what is there instead was not there before: every command failed."""
+    earlier: Any = SimpleNamespace(type=SimpleNamespace(choices=("json", "text")))
+    now: Any = SimpleNamespace(type_descriptor=SimpleNamespace(annotation=Literal["json", "text"]))
+    assert choices_of(earlier) == choices_of(now) == ("json", "text")
+    assert not choices_of(SimpleNamespace(type=SimpleNamespace())) and not choices_of(
+        SimpleNamespace(type_descriptor=SimpleNamespace(annotation=int))
+    )

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tests.hellos import said
 from tests.unit.coordinator.contents import MANIFEST, STREAMED, row_digests, rows_layout, streamed_digest
+from tests.virtual_time import stubborn
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator import Coordinator
@@ -196,17 +197,6 @@ def world_of(trainers: int, **replicas: int) -> World:
     return world
 
 
-async def _stubborn() -> None:
-    """Ignores being cancelled, for a virtual hour."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + 3600
-    while loop.time() < end:
-        try:
-            await asyncio.sleep(end - loop.time())
-        except asyncio.CancelledError:
-            continue
-
-
 class _Process:
     world: World
     member: str
@@ -228,7 +218,7 @@ class _Process:
         if kind == "lost":
             raise PeerLost("the connection closed")
         if kind in ("stubborn", "vanish"):
-            await _stubborn()
+            await stubborn()
         return kind
 
     def disconnect(self, node: Any = None) -> None:
@@ -366,6 +356,7 @@ class EngineProcess(_Process):
         self.notices: list[tuple[float, str]] = []
         self.content = np.full(1, SCRAMBLED, np.int64)
         self.label: Version | None = None
+        self.refuted = ""  # what it found in its parameters instead of what it installed
         self.generating = True  # an engine starts with whatever it was built with; nobody routes to it
         self.plan: PlanSlice | None = None
         self.sources: list[str] = []
@@ -384,7 +375,7 @@ class EngineProcess(_Process):
                 name, rank, ranks, host, session=session, transports=("memory",), delivery=delivery, bucket_bytes=64,
                 adapter="fake",
                 serving=self.label if self.generating else None,  # a rank that is paused serves nothing
-                credential=known_as(self.credential), takes_any=not len(manifest), offers=offers,
+                credential=known_as(self.credential), takes_any=not len(manifest), offers=offers, refuted=self.refuted,
             )  # fmt: skip
             return EngineRank(hello, manifest, own, None if served is None else PublishingRank(hello, manifest, served))
 
@@ -396,6 +387,13 @@ class EngineProcess(_Process):
     def holds(self, number: int | None) -> bool:
         """Whether every byte here is of this version."""
         return number is not None and set(self.content.tolist()) == {number}
+
+    def refute(self, version: Version) -> None:
+        """It finds other bytes than it installed, and reports it if it is connected."""
+        self.content[0] = SCRAMBLED
+        self.label, self.refuted = None, f"parameters of {self.member} were changed since it installed {version}"
+        if self.connected:
+            self.world.coordinator.refuted(self.member, version, self.refuted)
 
     def connect(self) -> None:
         node = FakeEngine(self)
@@ -437,7 +435,9 @@ class FakeEngine(_Node):
                 await self._enter("let_go")
             case Audit():
                 if await self._enter("audit") == "differ":
-                    raise VerificationError(f"parameters of {self.process.member} were changed since it installed {body.version}")
+                    self.process.refute(body.version)
+                if self.process.refuted:
+                    raise VerificationError(self.process.refuted)
             case Place():
                 return Placed((await self.place(body.number, body.epoch)).astype("<u8").tobytes(), 0)
             case Pause():
@@ -568,7 +568,7 @@ class FakeEngine(_Node):
         for other in process.world.replica(process.name):
             if not other.holds(version.number):
                 process.world.alarm(f"{process.member} is labelled {version} while {other}")
-        process.label = version
+        process.label, process.refuted = version, ""
         if kind == "late":
             raise LoadError("the caches would not empty")
 
@@ -596,5 +596,5 @@ class FakeEngine(_Node):
         await asyncio.sleep(self.process.world.delays.get((self.process.member, "before quarantine"), 0))
         self.process.epoch += 1
         self.process.generating = False  # takes effect even where the answer does not arrive
-        self.process.label = self.process.placed = None
+        self.process.label, self.process.placed, self.process.refuted = None, None, ""
         await self._enter("quarantine")

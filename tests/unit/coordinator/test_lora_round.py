@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from weightsync.coordinator.lora_round import drop, takes
+from weightsync.coordinator.lora_drops import drop
+from weightsync.coordinator.lora_round import takes
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.errors import PeerLost
 from weightsync.model import Version
@@ -37,7 +38,7 @@ class _Busy:
     """A rank that answers when it is told to."""
 
     def __init__(self) -> None:
-        self.rank = SimpleNamespace(member="r0/0", hello=SimpleNamespace(serving=None, loras=()))
+        self.rank = SimpleNamespace(member="r0/0", hello=SimpleNamespace(serving=None, loras=(), refuted=""))
         self.free, self.withdrawn, self.dropped = asyncio.Event(), False, False
 
     async def call(self, message: object, timeout: float) -> Done:

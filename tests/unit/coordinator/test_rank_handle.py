@@ -14,7 +14,9 @@ from weightsync.errors import PeerLost
 
 @pytest.fixture
 def handle() -> RankHandle[Any]:
-    return RankHandle(SimpleNamespace(rank=SimpleNamespace(member="a/0", hello=SimpleNamespace(serving=None, loras=()))))
+    return RankHandle(
+        SimpleNamespace(rank=SimpleNamespace(member="a/0", hello=SimpleNamespace(serving=None, loras=(), refuted="")))
+    )
 
 
 async def test_an_answer_that_arrived_with_the_goodbye_counts(handle: RankHandle[Any]) -> None:

@@ -160,7 +160,7 @@ async def test_a_rank_that_leaves_after_its_last_answer_leaves_the_others_with_t
     for number in range(2):
         rank = SimpleNamespace(
             member=f"r/{number}",
-            hello=SimpleNamespace(rank=number, serving=None, loras=(), host=SimpleNamespace(name="host"), pid=1),
+            hello=SimpleNamespace(rank=number, serving=None, loras=(), refuted="", host=SimpleNamespace(name="host"), pid=1),
         )
         links[rank.member] = replica.links[number] = RankHandle(SimpleNamespace(rank=rank))
     replica.begin(links)

@@ -45,6 +45,7 @@ class Received:
     goes_on: threading.Event
     begun: threading.Event = field(default_factory=threading.Event)
     turn_seconds: float = 0.02
+    yields: bool = False
     beside: bool = False
 
     def run(self, timeout: float) -> Body:
@@ -66,7 +67,7 @@ class Rank:
 
     def receive(self, body: Body) -> IncomingCall:
         call = self.calls[-1]
-        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, call.beside)
+        return IncomingCall(body, call.run, call.withdraw, call.turn_seconds, yields=call.yields, beside=call.beside)
 
     def connect(self) -> Socket:
         self.link._socket = Socket()
@@ -112,6 +113,17 @@ async def test_it_connects_again_when_what_hangs_has_ended(rank: Rank) -> None:
     hanging.set()
     await rank.drain()
     assert socket.codes == [CloseCode.SERVICE_RESTART]
+
+
+async def test_a_call_that_yields_to_others_is_refused_without_a_consequence(rank: Rank) -> None:
+    socket, hanging = rank.connect(), await rank.hang()
+    refused = rank.call(threading.Event())
+    rank.calls[-1].yields = True
+    with pytest.raises(DeadlineExceeded, match="did not get its turn"):
+        await refused
+    hanging.set()
+    assert rank.link._returning is None
+    assert socket.codes == []
 
 
 async def test_calls_beside_rounds_end_no_connection(rank: Rank) -> None:

@@ -16,9 +16,11 @@ import torch
 import weightsync
 from weightsync.cli.options import JsonFormatter, configure_logs
 from weightsync.config import Secret, ServerSettings
-from weightsync.errors import RoundFailed
+from weightsync.errors import Aborted, ConfigurationError, RoundFailed, VerificationError, WeightSyncError
 from weightsync.model.result import ReplicaResult, RoundResult
-from weightsync.protocol.round_log import MissedReplicas
+from weightsync.protocol.messages import Audit, Body
+from weightsync.protocol.round_log import LoggedCalls, MissedReplicas
+from weightsync.protocol.worker import IncomingCall
 from weightsync.server.server import BackgroundServer
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -202,3 +204,16 @@ def test_the_level_is_that_of_weightsync_alone(monkeypatch: pytest.MonkeyPatch, 
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def test_an_audit_that_is_not_possible_is_no_warning(lines: Lines) -> None:
+    version, error = weightsync.Version("run", 1, "", ""), WeightSyncError("nothing")
+
+    def run(timeout: float) -> Body:
+        raise error
+
+    receive = LoggedCalls("r/0", lambda body: IncomingCall(body, run, lambda: ""))
+    for error in (ConfigurationError("it may sleep"), Aborted("withdrawn"), VerificationError("weight differs")):
+        with pytest.raises(type(error)):
+            receive(Audit(version)).run(SECONDS)
+    assert lines.all == ["WARNING r/0: reading its weights again failed: VerificationError: weight differs"]

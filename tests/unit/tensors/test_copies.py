@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -15,6 +17,7 @@ from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, store
 from weightsync.errors import LayoutError, PlanMismatch, ProtocolError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.pieces import Pieces
+from weightsync.tensors import copies
 from weightsync.tensors.copies import (
     check_tiles,
     copy_and_digest,
@@ -81,6 +84,45 @@ def job(
         from_addresses,
         from_layout,
     )
+
+
+@pytest.mark.parametrize("cores", [1, 8, 12, 64])
+def test_many_cores_copy_and_digest_the_same(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(copies, "_LEAST_BYTES", 64)
+    source, target = states(cores, [(40, 50), (3,), (7, 9, 11), (2, 30_000), (1, 1)])
+    manifest, layout, addresses, tiles, bases, _ = job(source, target, 1000)
+    digests, read = (np.zeros(len(layout), np.uint64) for _ in range(2))
+    tables = [table for per_source in tiles for table in per_source if len(table)]
+    threads = [len(copies._shares(table)) - 1 for table in tables]
+    assert max(threads) == {1: 1, 8: 2, 12: 3, 64: 4}[cores]
+    for table in tables:
+        edges = copies._shares(table)
+        assert edges == sorted(edges)
+        assert (edges[0], edges[-1]) == (0, len(table))
+        assert copy_and_digest(table, bases, digests) == table.nbytes
+    assert same(source, target)
+    digest_rows(manifest, layout, addresses, 0, len(layout), read)
+    assert np.array_equal(read, digests)
+
+
+def test_a_child_process_copies_with_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(copies, "_LEAST_BYTES", 64)
+    source, target = states(1, [(2, 30_000)], ("plain", "plain"))
+    _, layout, _, tiles, bases, _ = job(source, target, 1000)
+
+    def copy() -> bool:
+        return all(
+            copy_and_digest(table, bases, np.zeros(len(layout), np.uint64)) == table.nbytes for each in tiles for table in each
+        )
+
+    assert copy()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if copy() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def same(source: State, target: State) -> bool:

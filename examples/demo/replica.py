@@ -37,7 +37,7 @@ def main(argument: str) -> int:
     from weightsync.engine.engine import Engine
     from weightsync.external import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
     from weightsync.model.lora import LoraSlots
-    from weightsync.protocol.tokens import token_for
+    from weightsync.protocol.tokens import secret_of
 
     torch.set_num_threads(1)
     wish = mine.settings
@@ -50,7 +50,7 @@ def main(argument: str) -> int:
     else:
         adapter = HeldAdapter(generator, mine.name, parent) if wish.kill else CompletionsAdapter(generator)
     # The agent and these routes drive one adapter: whoever trains uses one of them at a time.
-    token = token_for(ClientSettings.load(coordinator=mine.coordinator))
+    token = secret_of(ClientSettings.load(coordinator=mine.coordinator))
     ranks = LocalRanks(DisaggregatedRank(adapter))
     more = [] if token is None else weight_update_routes(WeightUpdates(ranks), token)
     app = completions_app(mine.name, generator, build_tokenizer(wish.seed), more)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import HfCheckpoint
-from weightsync.engines.host_staging import HostStaging
 from weightsync.engines.traced_shards import DirectShards
+from weightsync.errors import LoadError, few
 from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard
 
@@ -25,14 +25,15 @@ class StagedAdapter(EngineAdapter):
 
     Direct delivery never calls the engine's loader. Otherwise buckets are staged in host memory, and the engine loads them after
     the coordinator has compared the digests, so nothing unverified is written into the model. It costs host memory for one copy of
-    the checkpoint at each rank.
+    the checkpoint at each rank, which is reused for later versions.
 
     Args:
         checkpoint: Checkpoint of the model.
         engine: Name of the engine in messages.
         direct: Shards over the model's parameters; ``None`` for streamed delivery.
         device: Device of the model.
-        draft_prefix: See :class:`~weightsync.engines.host_staging.HostStaging`.
+        draft_prefix: Tensors whose names start with it belong to the draft model. If empty, the draft model loads from all
+            tensors, like the main model. ``None`` without a draft model.
     """
 
     loads_late = True
@@ -46,9 +47,10 @@ class StagedAdapter(EngineAdapter):
         device: torch.device | None = None,
         draft_prefix: str | None = None,
     ) -> None:
-        self._checkpoint, self._direct = checkpoint, direct
+        self._checkpoint, self._engine, self._direct, self._draft_prefix = checkpoint, engine, direct, draft_prefix
         self._device = device if device is not None and device.type == "cuda" else None
-        self._staging = HostStaging(checkpoint, engine, draft_prefix)
+        self._memory: dict[str, torch.Tensor] = {}
+        self._arrived: set[str] = set()
 
     def manifest(self) -> Manifest:
         """Return the checkpoint's manifest."""
@@ -62,11 +64,52 @@ class StagedAdapter(EngineAdapter):
         """Return the device for buckets, so that a trainer's GPU memory is read to GPU memory first."""
         return self._device
 
+    def wake_weights(self) -> None:
+        """Wait until the engine's last step has read the weights on the device, before they are overwritten."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
+    def begin(self) -> None:
+        """Start a new version, with no tensors staged."""
+        self._arrived.clear()
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket into the staging memory. The engine does not use it yet."""
-        self._staging.load(tensors)
+        index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
+        for sent, tensor in tensors:
+            name = manifest[index[sent]].name
+            own = self._memory.get(name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                own = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            own.copy_(tensor)
+            self._arrived.add(name)
+
+    def check_complete(self) -> None:
+        """Check that every tensor has arrived.
+
+        Raises:
+            LoadError: Tensors are missing. The message names at most five.
+        """
+        missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]
+        if missing:
+            raise LoadError(f"nothing was loaded into {self._engine}: {len(missing)} tensors were not received: {few(missing)}")
+
+    def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.
+
+        Runs on the thread that runs the model.
+
+        Raises:
+            LoadError: Tensors are missing.
+        """
+        self.check_complete()
+        prefix = self._draft_prefix
+        index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
+        for name in self._checkpoint.names:
+            if not prefix or name.startswith(prefix) is draft:
+                yield name.removeprefix(prefix or ""), self._memory[manifest[index[name]].name]
 
     @property
     def received_direct(self) -> bool:
         """Whether the update wrote the parameters themselves: all ranks of a round use the same delivery."""
-        return self._direct is not None and self._staging.empty
+        return self._direct is not None and not self._arrived

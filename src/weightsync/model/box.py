@@ -28,6 +28,11 @@ class Box(msgspec.Struct, frozen=True):
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the region in a tensor."""
+        return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from weightsync.arrays import Int32, Int64
-from weightsync.errors import LayoutError
+from weightsync.errors import LayoutError, WeightSyncError
 from weightsync.model.box import Box
 from weightsync.model.manifest import MAX_BYTES, Manifest
+
+_COLUMNS = {"tensor": "<i4", "starts": "<i8", "stops": "<i8", "region": "<i4", "offset": "<i8", "strides": "<i8"}
+_WIDE = frozenset({"starts", "stops", "strides", "source_strides"})
+"""Columns with an entry for each dimension, of layouts and of pieces."""
 
 
 class LayoutColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,24 +130,11 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """32 hexadecimal digits over all rows. Both ends compare it to check that a plan still fits."""
-        state = hashlib.blake2b(digest_size=16)
-        columns = self.to_columns()
-        state.update(msgspec.msgpack.encode(columns))
-        return state.hexdigest()
+        return hashlib.blake2b(msgspec.msgpack.encode(self.to_columns()), digest_size=16).hexdigest()
 
     def to_columns(self) -> LayoutColumns:
         """Encode the layout as a message."""
-        return LayoutColumns(
-            rows=len(self),
-            dims=int(self.starts.shape[1]),
-            tensor=self.tensor.astype("<i4").tobytes(),
-            starts=self.starts.astype("<i8").tobytes(),
-            stops=self.stops.astype("<i8").tobytes(),
-            region=self.region.astype("<i4").tobytes(),
-            offset=self.offset.astype("<i8").tobytes(),
-            strides=self.strides.astype("<i8").tobytes(),
-            regions=self.regions,
-        )
+        return LayoutColumns(rows=len(self), dims=int(self.starts.shape[1]), regions=self.regions, **encoded(self, _COLUMNS))
 
     @classmethod
     def from_columns(cls, manifest: Manifest, columns: LayoutColumns) -> Layout:
@@ -154,27 +146,27 @@ class Layout:
         rows, dims = columns.rows, columns.dims
         if rows < 0 or dims != manifest.dims or any(not 0 <= size <= MAX_BYTES for size in columns.regions):
             raise LayoutError(f"a layout message of {rows} rows and {dims} dimensions does not fit the manifest")
-        wanted = {"tensor": 4, "starts": 8 * dims, "stops": 8 * dims, "region": 4, "offset": 8, "strides": 8 * dims}
-        for name, width in wanted.items():
-            if len(getattr(columns, name)) != rows * width:
-                raise LayoutError(f"column {name!r} of a layout message has the wrong length")
+        return cls(manifest, regions=columns.regions, **decoded(columns, rows, dims, _COLUMNS, "a layout message", LayoutError))
 
-        def wide(name: str) -> Int64:
-            return np.frombuffer(getattr(columns, name), "<i8").astype(np.int64, copy=False)
 
-        def narrow(name: str) -> Int32:
-            return np.frombuffer(getattr(columns, name), "<i4").astype(np.int32, copy=False)
+def encoded(rows: object, columns: Mapping[str, str]) -> dict[str, bytes]:
+    """Encode the columns of a layout or of pieces for a message. ``columns`` are their names and types there."""
+    return {name: np.ascontiguousarray(getattr(rows, name), kind).tobytes() for name, kind in columns.items()}
 
-        return cls(
-            manifest,
-            narrow("tensor"),
-            wide("starts").reshape(rows, dims),
-            wide("stops").reshape(rows, dims),
-            narrow("region"),
-            wide("offset"),
-            wide("strides").reshape(rows, dims),
-            columns.regions,
-        )
+
+def decoded(
+    message: object, rows: int, dims: int, columns: Mapping[str, str], what: str, error: type[WeightSyncError]
+) -> dict[str, Any]:
+    """Decode what :func:`encoded` made. Raises ``error`` for a column of the wrong length; ``what`` names the message."""
+    arrays = {}
+    for name, kind in columns.items():
+        data: bytes = getattr(message, name)
+        width = dims if name in _WIDE else 1
+        if len(data) != rows * width * np.dtype(kind).itemsize:
+            raise error(f"column {name!r} of {what} has {len(data)} bytes, the wrong size for {rows} rows")
+        array = np.frombuffer(data, kind).astype(np.dtype(kind).newbyteorder("="), copy=False)
+        arrays[name] = array.reshape(rows, width) if name in _WIDE else array
+    return arrays
 
 
 def packed_strides(extents: Int64, itemsizes: Int64) -> Int64:
@@ -190,3 +182,13 @@ def packed_strides(extents: Int64, itemsizes: Int64) -> Int64:
         strides[:, dim] = step
         step = step * extents[:, dim]
     return strides
+
+
+def padded_boxes(boxes: Sequence[Box], dims: int) -> tuple[Int64, Int64]:
+    """First indices and stops of ``boxes``, ``int64[boxes, dims]`` each, padded in front as the columns of :class:`Layout`."""
+    starts = np.zeros((len(boxes), dims), np.int64)
+    stops = np.ones_like(starts)
+    for row, box in enumerate(boxes):
+        if box.starts:
+            starts[row, -len(box.starts) :], stops[row, -len(box.stops) :] = box.starts, box.stops
+    return starts, stops

@@ -54,13 +54,10 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
         return self.size * itemsize(self.dtype)
 
 
-def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key that puts ``layers.2`` before ``layers.10``, so that layers are in order whatever the order of the state dict."""
-    return tuple((0, int(part)) if "0" <= part[0] <= "9" else (1, part) for part in re.split(r"([0-9]+)", name) if part)
-
-
 def _order(name: str) -> tuple[tuple[tuple[int, int | str], ...], str]:
-    return _natural(name), name
+    """Sort key that puts ``layers.2`` before ``layers.10``, so that layers are in order whatever the order of the state dict."""
+    parts = (part for part in re.split(r"([0-9]+)", name) if part)
+    return tuple((0, int(part)) if "0" <= part[0] <= "9" else (1, part) for part in parts), name
 
 
 class Manifest:

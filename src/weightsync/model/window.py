@@ -10,10 +10,11 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from weightsync.arrays import Int64, UInt64
+from weightsync.arrays import UInt64
 from weightsync.errors import LayoutError, ManifestMismatch
+from weightsync.model.box import Box
 from weightsync.model.dtypes import itemsize
-from weightsync.model.layout import Layout
+from weightsync.model.layout import Layout, packed_strides, padded_boxes
 from weightsync.model.manifest import MAX_NAME, Manifest, TensorSpec
 
 Known = TypeVar("Known")
@@ -55,6 +56,11 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
         return not self.stops
 
     @property
+    def box(self) -> Box:
+        """The box that is in the window."""
+        return Box.whole(self.shape) if self.whole else Box(self.starts, self.stops)
+
+    @property
     def spec(self) -> TensorSpec:
         """The whole tensor."""
         return TensorSpec(self.name, self.shape, self.dtype)
@@ -62,7 +68,7 @@ class WindowPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     @property
     def size(self) -> int:
         """Elements in the window."""
-        return prod(self.shape) if self.whole else prod(b - a for a, b in zip(self.starts, self.stops, strict=True))
+        return prod(self.shape) if self.whole else self.box.size
 
     @property
     def nbytes(self) -> int:
@@ -86,35 +92,22 @@ def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool
     order = sorted((index for index, part in enumerate(parts) if part.size), key=lambda index: manifest.index[parts[index].name])
     rows, dims = len(order), manifest.dims
     tensor = np.array([manifest.index[parts[index].name] for index in order], np.int32)
-    starts, stops = np.zeros((rows, dims), np.int64), np.ones((rows, dims), np.int64)
-    region, offset, strides = np.zeros(rows, np.int32), np.zeros(rows, np.int64), np.zeros((rows, dims), np.int64)
+    starts, stops = padded_boxes([parts[index].box for index in order], dims)
+    extents = stops - starts
+    region, offset = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
     regions = [nbytes]
     for row, index in enumerate(order):
         part = parts[index]
-        rank = len(part.shape)
-        if rank:
-            stops[row, dims - rank :] = part.shape if part.whole else part.stops
-            if not part.whole:
-                starts[row, dims - rank :] = part.starts
-        shape = manifest.shapes[tensor[row]]
-        inside = assembled and not part.whole
-        strides[row] = _strides(shape if inside else stops[row] - starts[row], itemsize(part.dtype))
-        if not inside:
+        if part.whole or not assembled:
             offset[row] = part.offset
             continue
         if len(regions) > 1:
             raise LayoutError("a window holds parts of two tensors")
         regions.append(part.spec.nbytes)
-        region[row], offset[row] = 1, int((starts[row] * strides[row]).sum())
+        region[row], extents[row] = 1, manifest.shapes[tensor[row]]
+    strides = packed_strides(extents, manifest.itemsizes[tensor])
+    offset[region == 1] = (starts * strides).sum(axis=1)[region == 1]
     return manifest, Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(regions)), order
-
-
-def _strides(extents: Int64, size: int) -> Int64:
-    strides = np.empty(len(extents), np.int64)
-    for dim in range(len(extents) - 1, -1, -1):
-        strides[dim] = size
-        size *= int(extents[dim])
-    return strides
 
 
 @lru_cache(maxsize=2)

@@ -8,29 +8,27 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 
-_LEAST_ALIGNMENT = 8  # bytes of the largest element
+_ALIGNMENT = 512  # bytes
 
 
-def staging_layout(manifest: Manifest, bucket_bytes: int, alignment: int = 512) -> Layout:
+def staging_layout(manifest: Manifest, bucket_bytes: int) -> Layout:
     """Pack whole tensors into buckets of at most ``bucket_bytes``: region ``k`` is bucket ``k``, each tensor is one contiguous row.
 
-    Every tensor starts at a multiple of ``alignment`` bytes. A tensor larger than ``bucket_bytes`` gets a bucket of its own size.
+    Every tensor starts at a multiple of 512 bytes. A tensor larger than ``bucket_bytes`` gets a bucket of its own size.
     Tensors without elements have no row.
 
     Raises:
-        ConfigurationError: ``bucket_bytes`` is not positive, or ``alignment`` is not a power of two of at least 8.
+        ConfigurationError: ``bucket_bytes`` is not positive.
     """
     if bucket_bytes < 1:
         raise ConfigurationError(f"bucket_bytes must be a positive number of bytes, not {bucket_bytes}")
-    if alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
-        raise ConfigurationError(f"alignment must be a power of two of at least {_LEAST_ALIGNMENT}, not {alignment}")
     tensor, region, offset = [], [], []
     regions: list[int] = []
     for index, spec in enumerate(manifest):
         nbytes = spec.nbytes
         if not nbytes:
             continue
-        begin = -(-regions[-1] // alignment) * alignment if regions else 0
+        begin = -(-regions[-1] // _ALIGNMENT) * _ALIGNMENT if regions else 0
         if not regions or begin + nbytes > bucket_bytes:
             regions.append(0)
             begin = 0

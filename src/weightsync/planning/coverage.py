@@ -131,15 +131,12 @@ class Coverage:
             raise VerificationError(f"received {len(expected)} published digests for a manifest of {len(self.manifest)} tensors")
         bad = np.flatnonzero(self.total(digests) != expected)
         if len(bad):
-            lines = [f"{self.manifest[int(tensor)].name} (on {few(self._holders(int(tensor)), _SHOWN)})" for tensor in bad[:_SHOWN]]
+            holders = self._sharding.holders
+            lines = [f"{self.manifest[int(tensor)].name} (on {few(holders(int(tensor)), _SHOWN)})" for tensor in bad[:_SHOWN]]
             raise VerificationError(
                 f"{self.whose}: {len(bad)} of {len(self.manifest)} tensors differ from the published ones: "
                 + few(lines, _SHOWN, "; ", len(bad))
             )
-
-    def _holders(self, tensor: int) -> list[str]:
-        held = self._sharding.first[:, tensor + 1] > self._sharding.first[:, tensor]
-        return [name for name, holds in zip(self.members, held, strict=True) if holds]
 
     def _check_complete(self, digests: Mapping[str, UInt64]) -> None:
         if set(digests) != set(self.members):
@@ -211,7 +208,6 @@ def _holes(sharding: ShardingIndex, kinds: Geometries, index: BoxIndex, collidin
         hole = first_hole(index.starts[mine], index.stops[mine], (np.zeros_like(shapes[kind]), shapes[kind]))
         if hole is not None:
             region = printed(sharding.manifest, int(kinds.tensor[kind]), *hole)
-            tensor = int(kinds.tensor[kind])
-            holders = [n for n, f in zip(sharding.members, sharding.first, strict=True) if f[tensor + 1] > f[tensor]]
+            holders = sharding.holders(int(kinds.tensor[kind]))
             messages[kind] = f"no rank holds {region}" + (f"; the rest is on {few(holders, _SHOWN)}" if holders else "")
     return messages

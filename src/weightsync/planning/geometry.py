@@ -97,6 +97,10 @@ class ShardingIndex:
         for row, layout in zip(self.first, self.layouts, strict=True):
             np.cumsum(np.bincount(layout.tensor, minlength=len(manifest)), out=row[1:])
 
+    def holders(self, tensor: int) -> list[str]:
+        """Members that hold rows of a tensor."""
+        return [name for name, first in zip(self.members, self.first, strict=True) if first[tensor + 1] > first[tensor]]
+
     def signatures(self) -> list[UInt64]:
         """Two hashes for each tensor over all rows of all members: the sum over member, order and box of each row."""
         lanes = [np.zeros(len(self.manifest), np.uint64) for _ in range(_LANES)]

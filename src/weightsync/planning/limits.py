@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from weightsync.arrays import Int64
-from weightsync.errors import Aborted, LayoutError
+from weightsync.errors import Aborted, LayoutError, few
 from weightsync.planning.geometry import Geometries, ShardingIndex
 
 MOST_PIECES = 1 << 25
@@ -85,8 +85,7 @@ class Allowance:
             if len(over)
             else (f"{len(self._targets.members)} engine ranks (most of them for {self._targets.members[worst]})", self._all)
         )
-        sources = self._sources.members
-        names = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
+        names = few(self._sources.members, 3)
         raise LayoutError(
             f"the plan for {whom} has more than {allowed:,} pieces, too many for target layouts of {self._rows(self._targets):,} "
             f"boxes and source layouts of {self._rows(self._sources):,} boxes ({names}): both ends cut the same tensors finely, "

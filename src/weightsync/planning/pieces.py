@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,9 +11,19 @@ import numpy as np
 from weightsync.arrays import Int32, Int64
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import decoded, encoded
 from weightsync.protocol.messages import PieceColumns
 
 _LIMIT = 2.0**62
+_COLUMNS = {
+    "source": "<i4",
+    "source_region": "<i4",
+    "source_offset": "<i8",
+    "source_strides": "<i8",
+    "target_row": "<i4",
+    "starts": "<i8",
+    "stops": "<i8",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,25 +63,17 @@ class Pieces:
     def digest(self) -> str:
         """32 hexadecimal digits over all columns, compared by both ends of a plan. The names of the sources are not included."""
         state = hashlib.blake2b(f"{len(self)} {self.starts.shape[1]}".encode(), digest_size=16)
-        for name, kind in _COLUMNS:
+        for name, kind in _COLUMNS.items():
             state.update(np.ascontiguousarray(getattr(self, name), kind).data.cast("B") if len(self) else b"")
         return state.hexdigest()
 
     def to_columns(self) -> PieceColumns:
         """Encode the pieces as a message."""
-        columns = {name: np.ascontiguousarray(getattr(self, name), kind).tobytes() for name, kind in _COLUMNS}
-        return PieceColumns(rows=len(self), dims=int(self.starts.shape[1]), **columns)
+        return PieceColumns(rows=len(self), dims=int(self.starts.shape[1]), **encoded(self, _COLUMNS))
 
     @classmethod
-    def from_columns(
-        cls,
-        manifest: Manifest,
-        target_layout: Layout,
-        source_count: int,
-        columns: PieceColumns,
-        sources: Sequence[str] | None = None,
-    ) -> Pieces:
-        """Decode and validate the pieces in a message.
+    def from_columns(cls, manifest: Manifest, target_layout: Layout, source_count: int, columns: PieceColumns) -> Pieces:
+        """Decode and validate the pieces in a message. The sources are named by their numbers.
 
         Only the source can check that a piece lies inside its region.
 
@@ -81,7 +82,6 @@ class Pieces:
             target_layout: The layout that the pieces must fill.
             source_count: Number of sources that the pieces may refer to.
             columns: The message.
-            sources: Names of the sources (``PlanSlice.sources``); by default their numbers.
 
         Raises:
             PlanMismatch: A column has the wrong length, a source does not exist, an offset or stride is negative, a piece lies
@@ -92,18 +92,7 @@ class Pieces:
             raise PlanMismatch(
                 f"a plan of {rows} pieces and {dims} dimensions does not fit a manifest of {manifest.dims} dimensions"
             )
-        names = tuple(sources) if sources is not None else tuple(str(number) for number in range(source_count))
-        if len(names) != source_count:
-            raise PlanMismatch(f"{len(names)} names for {source_count} sources")
-        arrays = {}
-        for name, kind in _COLUMNS:
-            wide = name in _WIDE
-            data: bytes = getattr(columns, name)
-            if len(data) != rows * np.dtype(kind).itemsize * (dims if wide else 1):
-                raise PlanMismatch(f"column {name!r} of a plan has {len(data)} bytes, the wrong size for {rows} pieces")
-            array = np.frombuffer(data, kind).astype(np.dtype(kind).newbyteorder("="), copy=False)
-            arrays[name] = array.reshape(rows, dims) if wide else array
-        pieces = cls(names, **arrays)
+        pieces = cls(tuple(map(str, range(source_count))), **decoded(columns, rows, dims, _COLUMNS, "a plan", PlanMismatch))
         pieces._check(target_layout, source_count)
         return pieces
 
@@ -139,15 +128,3 @@ class Pieces:
                 f"a plan does not fill {len(wrong)} of {len(layout)} layout rows exactly; row {at} would receive {held[at]:.0f} of "
                 f"{layout.sizes()[at]} elements"
             )
-
-
-_COLUMNS = (
-    ("source", "<i4"),
-    ("source_region", "<i4"),
-    ("source_offset", "<i8"),
-    ("source_strides", "<i8"),
-    ("target_row", "<i4"),
-    ("starts", "<i8"),
-    ("stops", "<i8"),
-)
-_WIDE = frozenset({"source_strides", "starts", "stops"})

@@ -29,21 +29,18 @@ _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
-class SourceRank:
+class _PlannedRank:
+    member: str
+    host: Host
+    layout: Layout
+
+
+class SourceRank(_PlannedRank):
     """A trainer rank that can provide pieces."""
 
-    member: str
-    host: Host
-    layout: Layout
 
-
-@dataclass(frozen=True, eq=False)
-class TargetRank:
+class TargetRank(_PlannedRank):
     """An engine rank whose layout is to be filled."""
-
-    member: str
-    host: Host
-    layout: Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +113,6 @@ class Plan:
     def count(self) -> int:
         """Number of pieces of all targets."""
         return int(self._counts.sum())
-
-    def source_bytes(self) -> dict[str, int]:
-        """Bytes that each source delivers in total, including zeros. Expands every target's pieces once, which is as expensive."""
-        load = np.zeros(len(self.sources), np.float64)
-        for place in range(len(self.targets)):
-            part, _ = self._expand(place)
-            member = self._options.member[self._holder(place, part)]
-            load += np.bincount(member, weights=self._templates.nbytes[part], minlength=len(load))
-        return {rank.member: int(amount) for rank, amount in zip(self.sources, load, strict=True)}
 
     def _expand(self, place: int) -> tuple[Int64, Int64]:
         """Template and tensor of each piece of a target, ordered by tensor and template."""

@@ -32,7 +32,7 @@ from weightsync.protocol.endpoint import (
     unreachable,
 )
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
-from weightsync.protocol.tokens import token_for
+from weightsync.protocol.tokens import secret_of
 
 _CLOSE_SECONDS = 1.0
 _wire_log = logging.getLogger("weightsync.websocket")
@@ -66,7 +66,7 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
     try:
         return await connect(
             settings.coordinator.websocket + AGENTS_PATH,
-            create_connection=proving_connection(settings, token_for(settings)),
+            create_connection=proving_connection(settings, secret_of(settings)),
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             ssl=tls_context(settings),
             proxy=None,

@@ -116,7 +116,6 @@ class TokenFile:
     """A generated secret of one running coordinator, in the runtime directory under its port. Removed by :meth:`remove`."""
 
     def __init__(self, port: int, token: Secret, directory: Path | None = None, kind: SecretKind = "token") -> None:
-        directory = runtime_directory() if directory is None else directory
         self.path = token_path(port, directory, kind)
         self._content = token
         try:
@@ -124,7 +123,8 @@ class TokenFile:
             os.replace(fresh, self.path)  # a file that a killed coordinator left at this port goes in the same step
         except (OSError, AuthenticationError) as error:
             raise ConfigurationError(
-                f"cannot leave the token for local clients in {directory}: {error}. Remove that path, or set WEIGHTSYNC_TOKEN"
+                f"cannot leave the token for local clients in {self.path.parent}: {error}. Remove that path, or set "
+                "WEIGHTSYNC_TOKEN"
             ) from None
 
     def remove(self) -> None:
@@ -143,10 +143,9 @@ def find_token(address: Address, directory: Path | None = None, kind: SecretKind
     """
     if not is_loopback(address.host):
         return None
-    directory = runtime_directory() if directory is None else directory
     path = token_path(address.port, directory, kind)
     try:
-        _check_private(directory, os.lstat(directory), stat.S_ISDIR)
+        _check_private(path.parent, os.lstat(path.parent), stat.S_ISDIR)
         content = _read_private(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -158,13 +157,8 @@ def find_token(address: Address, directory: Path | None = None, kind: SecretKind
         raise AuthenticationError(f"{path} does not hold a token; remove it, or set WEIGHTSYNC_TOKEN") from None
 
 
-def token_for(settings: ClientSettings) -> Secret | None:
-    """The token to present to the coordinator: the configured one, else the one that it left on this machine."""
-    return settings.token if settings.token is not None else find_token(settings.coordinator)
-
-
-def secret_of(settings: ClientSettings, kind: SecretKind) -> Secret | None:
-    """The secret of a kind for the coordinator: the environment's, otherwise the one that it left on this machine.
+def secret_of(settings: ClientSettings, kind: SecretKind = "token") -> Secret | None:
+    """The secret of a kind for the coordinator: the configured one, otherwise the one that it left on this machine.
 
     Agents never ask for the operator's. Raises what :func:`find_token` and
     :func:`~weightsync.config.secret_in_environment` raise.

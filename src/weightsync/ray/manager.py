@@ -20,7 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, MembershipError, PeerLost, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.protocol.messages import RoundResult
-from weightsync.protocol.tokens import token_for
+from weightsync.protocol.tokens import secret_of
 from weightsync.ray.actor_calls import ActorCalls, call, handles
 from weightsync.ray.coordinator_actor import cluster_settings, with_token
 from weightsync.ray.members import is_joined, leave, publish
@@ -88,7 +88,7 @@ class Manager(Closeable):
                 access: Access = ray.get(coordinator.access.remote(), timeout=ClientSettings.load().timeouts.connect)
                 url, token = access.url, access.token
             self._settings = ClientSettings.load(coordinator=url, token=Secret(token) if token else None)
-            token_of_run = token_for(self._settings)
+            token_of_run = secret_of(self._settings)
             self._access = Access(self._settings.coordinator.url, token_of_run.reveal() if token_of_run is not None else None)
             self.status()  # fails if the coordinator is unreachable or rejects the token
             self._members = Rejoining(self._settings, self._access)

@@ -19,7 +19,7 @@ from weightsync.errors import AuthenticationError, ProtocolError, from_wire
 from weightsync.protocol.endpoint import TRANSIENT_STATUS, no_challenge, tls_context
 from weightsync.protocol.messages import UNREADABLE, decoding
 from weightsync.protocol.proof import ANSWER_HEADER, Claimant
-from weightsync.protocol.tokens import secret_of, token_for
+from weightsync.protocol.tokens import secret_of
 from weightsync.server.problems import Problem
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def coordinator_http(settings: ClientSettings) -> httpx.AsyncClient:
 
     Raises what :func:`~weightsync.protocol.tokens.find_token` raises.
     """
-    return httpx.AsyncClient(**_options(settings, token_for(settings), "token", _TRUSTED_SECONDS))
+    return httpx.AsyncClient(**_options(settings, secret_of(settings), "token", _TRUSTED_SECONDS))
 
 
 def blocking_http(settings: ClientSettings, operator: Secret | None = None) -> httpx.Client:
@@ -63,7 +63,7 @@ def blocking_http(settings: ClientSettings, operator: Secret | None = None) -> h
 
     Raises what :func:`~weightsync.protocol.tokens.find_token` raises.
     """
-    token = token_for(settings) if operator is None else None
+    token = secret_of(settings) if operator is None else None
     if token is not None:
         return httpx.Client(**_options(settings, token, "token", 0.0))
     return httpx.Client(**_options(settings, operator or secret_of(settings, "operator"), "operator", 0.0))

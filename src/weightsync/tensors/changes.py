@@ -30,6 +30,7 @@ from weightsync.arrays import Int8, Int64, UInt16, UInt32, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError
 from weightsync.model import Layout, Manifest
+from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.digest import columns_address
@@ -305,7 +306,6 @@ class Changes(ABC):
     def allocate(self) -> None:
         """Take memory for the lists, and for the words that they replace: eight bytes for each of :attr:`units`."""
 
-    @abstractmethod
     def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Check the lists, and add to ``digests`` (``uint64[rows]``) what they would add to them.
 
@@ -313,14 +313,19 @@ class Changes(ABC):
             ProtocolError: They are none.
             Aborted: ``stop[0]`` was set, as by the other methods.
         """
+        self._run((0,), digests, stop, deadline)
 
-    @abstractmethod
     def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Replace the words in the tiles' targets, keep what they were, read them again, and add the difference to ``digests``."""
+        self._run((1, 3), digests, stop, deadline)
 
-    @abstractmethod
     def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Write back what was kept, read it again, and add to ``digests`` the difference from it: nothing, if all is well."""
+        self._run((2, 3), digests, stop, deadline)
+
+    @abstractmethod
+    def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
+        """Take steps of the kernels, one after the other: 0 predicts, 1 applies, 2 reverts, and 3 reads again."""
 
 
 class HostChanges(Changes):
@@ -349,23 +354,11 @@ class HostChanges(Changes):
         for start, stop, first, offset in zip(self._planned.starts, self._planned.stops, self._firsts, self._offsets, strict=False):
             self._at[start:stop] += offset - first
 
-    def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.predict`."""
-        self._run(0, 0, digests, stop)
-
-    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.apply`."""
-        self._run(1, 3, digests, stop)
-
-    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.revert`."""
-        self._run(2, 3, digests, stop)
-
-    def _run(self, step: int, then: int, digests: UInt64, stop: Int8) -> None:
+    def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         tiles = self._planned.tiles
         finished = apply_changes(
             tiles.ctypes.data, 0, len(tiles), self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,
-            self._kept.ctypes.data, step, then, digests.ctypes.data, columns_address, stop.ctypes.data,
+            self._kept.ctypes.data, steps[0], steps[-1], digests.ctypes.data, columns_address, stop.ctypes.data,
         )  # fmt: skip
         if finished < 0:
             raise ProtocolError(f"the changes of block {-1 - finished} of the source are not in order, or outside of it")
@@ -378,9 +371,8 @@ def runs_table(
 ) -> CopyTable:
     """Contiguous copies, cut into tiles."""
     source, target, size = (np.asarray(column, np.int64) for column in (sources, targets, sizes))
-    counts = -(-size // TILE_BYTES)
-    run = np.repeat(np.arange(len(size)), counts)
-    part = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_BYTES
+    run, part = spread(-(-size // TILE_BYTES))
+    part *= TILE_BYTES
     ones = np.ones(len(run), np.int64)
     return CopyTable(
         region=np.full(len(run), region, np.int32),

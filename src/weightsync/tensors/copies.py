@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +21,26 @@ _CORES_EACH, _MOST_THREADS = 4, 4  # a host has an engine and a trainer rank for
 _LEAST_BYTES = 2 << 20  # for which a thread is worth waking
 
 
-def _bases(source_addresses: Sequence[int]) -> Int64:
-    return np.asarray(source_addresses, np.int64)
+def _run(
+    tiles: CopyTable,
+    first: int,
+    last: int,
+    *,
+    sources: Sequence[int] | Int64 = (),
+    scattered: int = 0,
+    packed: int = 0,
+    out: UInt64 | None = None,
+    stop: Int8 | None,
+) -> int:
+    """Copy tiles ``first <= i < last`` from ``sources`` or the bucket ``scattered`` to their targets or the bucket ``packed``."""
+    if not 0 <= first <= last <= len(tiles):
+        raise ProtocolError(f"tiles {first}:{last} of a table of {len(tiles)}")
+    digests, columns = 0, 0
+    if out is not None:
+        check_keys(tiles, out)
+        digests, columns = out.ctypes.data, columns_address
+    bases, flag = np.asarray(sources, np.int64).ctypes, (_NEVER if stop is None else stop).ctypes
+    return int(copy_table(tiles.table_address, first, last, bases.data, scattered, packed, digests, columns, flag.data))
 
 
 def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Int8 | None = None) -> int:
@@ -38,9 +56,7 @@ def copy_tiles(tiles: CopyTable, source_addresses: Sequence[int], stop: Int8 | N
     Returns:
         Bytes copied. Less than ``tiles.nbytes`` if the copy was aborted.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    return int(copy_table(tiles.table_address, 0, len(tiles), bases.ctypes.data, 0, 0, 0, 0, flag.ctypes.data))
+    return _run(tiles, 0, len(tiles), sources=source_addresses, stop=stop)
 
 
 def gather_tiles(
@@ -53,10 +69,7 @@ def gather_tiles(
     Returns:
         Bytes packed.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    first, last = _range(tiles, first, last)
-    return int(copy_table(tiles.table_address, first, last, bases.ctypes.data, 0, bucket_address, 0, 0, flag.ctypes.data))
+    return _run(tiles, first, last, sources=source_addresses, packed=bucket_address, stop=stop)
 
 
 def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, stop: Int8 | None = None) -> int:
@@ -67,9 +80,7 @@ def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, 
     Returns:
         Bytes unpacked.
     """
-    flag = _NEVER if stop is None else stop
-    first, last = _range(tiles, first, last)
-    return int(copy_table(tiles.table_address, first, last, 0, bucket_address, 0, 0, 0, flag.ctypes.data))
+    return _run(tiles, first, last, scattered=bucket_address, stop=stop)
 
 
 def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Int8 | None = None) -> int:
@@ -89,24 +100,17 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     Raises:
         LayoutError: The tiles have no keys, or name rows that ``out`` does not have.
     """
-    bases = _bases(source_addresses)
-    flag = _NEVER if stop is None else stop
-    check_keys(tiles, out)
-    table = tiles.table_address
-
-    def copy(first: int, last: int, digests: UInt64) -> int:
-        places = bases.ctypes.data, 0, 0, digests.ctypes.data, columns_address, flag.ctypes.data
-        return int(copy_table(table, first, last, *places))
-
+    _ = tiles.table_address  # made here, and not by several threads
+    copy = partial(_run, tiles, sources=np.asarray(source_addresses, np.int64), stop=stop)
     edges = _shares(tiles)
     parts = [np.zeros_like(out) for _ in edges[2:]]
-    others = [_threads().submit(copy, *ends, digests) for ends, digests in zip(pairwise(edges[1:]), parts, strict=True)]
+    others = [_threads().submit(copy, *ends, out=part) for ends, part in zip(pairwise(edges[1:]), parts, strict=True)]
     try:
-        done = copy(edges[0], edges[1], out)
+        done = copy(edges[0], edges[1], out=out)
     finally:
         wait(others)  # whatever interrupts this: they write
-    for digests in parts:
-        out += digests
+    for part in parts:
+        out += part
     return done + sum(other.result() for other in others)
 
 
@@ -132,12 +136,7 @@ if hasattr(os, "register_at_fork"):
 
 def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Int8 | None = None) -> int:
     """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
-    flag = _NEVER if stop is None else stop
-    check_keys(tiles, out)
-    first, last = _range(tiles, first, last)
-    return int(
-        copy_table(tiles.table_address, first, last, 0, bucket_address, 0, out.ctypes.data, columns_address, flag.ctypes.data)
-    )
+    return _run(tiles, first, last, scattered=bucket_address, out=out, stop=stop)
 
 
 def check_keys(tiles: CopyTable, out: UInt64) -> None:
@@ -146,12 +145,6 @@ def check_keys(tiles: CopyTable, out: UInt64) -> None:
         raise LayoutError(f"digests need a contiguous uint64 array, not {out.dtype}{list(out.shape)}")
     if tiles.rows_named > len(out) or tiles.rows_named < 0:
         raise LayoutError(f"tiles have no keys, or name rows beyond the {len(out)} digests")
-
-
-def _range(tiles: CopyTable, first: int, last: int) -> tuple[int, int]:
-    if not 0 <= first <= last <= len(tiles):
-        raise ProtocolError(f"tiles {first}:{last} of a table of {len(tiles)}")
-    return first, last
 
 
 def check_tiles(tiles: CopyTable, region_sizes: Sequence[int]) -> None:

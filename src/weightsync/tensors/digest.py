@@ -170,28 +170,19 @@ def digest_rows(
 
 def digest_box(tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]) -> int:
     """Digest the box that ``tensor`` (on a CPU, any strides) holds, which starts at ``starts`` in a tensor of ``shape``."""
-    _, _, bounds, strides = _padded(tensor, shape, starts)
-    if tensor.numel() == 0:
-        return 0
-    size = np.array([tensor.element_size()], np.int64)
-    table = row_table(np.array([tensor.data_ptr()], np.int64), bounds[0], bounds[1], strides, bounds[2], size)
-    out = np.zeros(1, np.uint64)
-    digest_table(table.ctypes.data, strides.shape[1], 0, 1, 0, out.ctypes.data, columns_address, _NEVER.ctypes.data)
-    return int(out[0])
-
-
-def _padded(
-    tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Int64, Int64, Int64], Int64]:
     if tensor.device.type != "cpu" or not tensor.dim() == len(shape) == len(starts):
         raise LayoutError(
             f"cannot digest a {tensor.device.type} tensor of shape {list(tensor.shape)} at {list(starts)} of {list(shape)}"
         )
-    whole, first = tuple(shape) or (1,), tuple(starts) or (0,)
-    extents = tuple(tensor.shape) or (1,)
+    whole, first, extents = tuple(shape) or (1,), tuple(starts) or (0,), tuple(tensor.shape) or (1,)
     if any(not 0 <= a <= a + n <= extent for a, n, extent in zip(first, extents, whole, strict=True)):
         raise LayoutError(f"a box of {list(extents)} at {list(first)} is outside {list(whole)}")
-    begin = np.array([first], np.int64)
-    bounds = (begin, begin + np.array([extents], np.int64), np.array([whole], np.int64))
-    strides = np.array([tensor.stride() or (1,)], np.int64) * tensor.element_size()
-    return whole, first, bounds, strides
+    if tensor.numel() == 0:
+        return 0
+    size, begin = np.array([tensor.element_size()], np.int64), np.array([first], np.int64)
+    strides = np.array([tensor.stride() or (1,)], np.int64) * size
+    end = begin + np.array([extents], np.int64)
+    table = row_table(np.array([tensor.data_ptr()], np.int64), begin, end, strides, np.array([whole], np.int64), size)
+    out = np.zeros(1, np.uint64)
+    digest_table(table.ctypes.data, strides.shape[1], 0, 1, 0, out.ctypes.data, columns_address, _NEVER.ctypes.data)
+    return int(out[0])

@@ -10,8 +10,10 @@ import torch
 from weightsync.arrays import Int32, Int64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.model.layout import packed_strides
+from weightsync.model.layout import packed_strides, padded_boxes
 from weightsync.tensors.shards import Shard, dtype_name, ordered
+
+_ALIGNMENT = 64  # bytes, of shards that are packed
 
 
 def layout_in_place(
@@ -55,16 +57,14 @@ def layout_in_place(
     return layout, tuple(addresses)
 
 
-def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 64) -> Layout:
-    """Layout of one region that holds all shards, contiguous, in the manifest's dtype, each aligned to ``alignment`` bytes."""
+def packed_layout(manifest: Manifest, shards: Iterable[Shard]) -> Layout:
+    """Layout of one region that holds all shards, contiguous, in the manifest's dtype, each aligned to 64 bytes."""
     rows = ordered(manifest, shards)
-    if alignment < 1 or alignment & (alignment - 1):
-        raise LayoutError(f"alignment must be a power of two, not {alignment}")
     tensor, starts, stops, _ = _columns(manifest, rows)
     extents = stops - starts
     strides = packed_strides(extents, manifest.itemsizes[tensor])
     sizes = strides[:, 0] * extents[:, 0]
-    ends = np.cumsum(-(-sizes // alignment) * alignment)
+    ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
     offset = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(rows)]
     total = int(ends[-1]) if len(rows) else 0
     return Layout(manifest, tensor, starts, stops, np.zeros(len(rows), np.int32), offset, strides, (total,))
@@ -73,15 +73,11 @@ def packed_layout(manifest: Manifest, shards: Iterable[Shard], alignment: int = 
 def _columns(manifest: Manifest, rows: list[Shard]) -> tuple[Int32, Int64, Int64, Int64]:
     """Tensor index, starts, stops and byte strides, padded in front to the manifest's dimensions."""
     tensor = np.array([manifest.index[shard.name] for shard in rows], np.int32)
-    starts = np.zeros((len(rows), manifest.dims), np.int64)
-    stops = np.ones_like(starts)
+    starts, stops = padded_boxes([shard.box for shard in rows], manifest.dims)
     strides = np.zeros_like(starts)
     for row, shard in enumerate(rows):
         if shard.shape:
-            first = manifest.dims - len(shard.shape)
-            starts[row, first:] = shard.box.starts
-            stops[row, first:] = shard.box.stops
-            strides[row, first:] = shard.tensor.stride()
+            strides[row, -len(shard.shape) :] = shard.tensor.stride()
             strides[row] *= shard.tensor.element_size()
     # The stride of a dimension of one element has no meaning, and torch leaves arbitrary values there.
     strides[stops - starts == 1] = 0

@@ -273,7 +273,6 @@ class QuantizedShards:
         shards: This rank's shards.
         formats: Formats by name.
         all_max: Reaches the other trainer ranks, which make this object at the same time; ``None`` if there are none.
-        deadline: For that.
 
     Raises:
         ConfigurationError: A border between two ranks divides an element that holds several values.
@@ -286,7 +285,6 @@ class QuantizedShards:
         shards: Sequence[Shard],
         formats: Mapping[str, Format],
         all_max: AllMax | None = None,
-        deadline: Deadline | None = None,
     ) -> None:
         self._all_max, self._plain = all_max, manifest
         self._names = list[str]()
@@ -301,7 +299,7 @@ class QuantizedShards:
         self.manifest = Manifest([*kept, *(spec for matrix in self._matrices for spec in matrix.specs)])
         self._sources = [self._source(shard) for shard in shards if shard.name in self._index]
         self._derived = [shard for number in range(len(self._sources)) for shard in self._parts(number)]
-        deadline = deadline or Deadline(_JOIN_SECONDS)
+        deadline = Deadline(_JOIN_SECONDS)
         self._agree_on_formats(deadline)
         self._agree_on_cut_blocks(deadline)
         self.shards = self.derive(manifest, shards)

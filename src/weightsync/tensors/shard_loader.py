@@ -11,12 +11,11 @@ import torch
 
 from weightsync.errors import LoadError
 from weightsync.tensors.copy_table import tiles_between
-from weightsync.tensors.shards import Shard
+from weightsync.tensors.shards import Shard, bits_of
 
 if TYPE_CHECKING:
     from weightsync.tensors.cuda.copies import TileCopy
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_TABLES = 4096
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
@@ -62,7 +61,7 @@ class ShardLoader:
             copy.launch()
         elif targets:
             # As integers, because torch's batched copy goes through float32, which changes the bits of a NaN.
-            torch._foreach_copy_([_bits(tensor) for tensor in targets], [_bits(tensor) for tensor in sources])
+            torch._foreach_copy_([bits_of(tensor) for tensor in targets], [bits_of(tensor) for tensor in sources])
 
     def _parts(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
@@ -75,9 +74,8 @@ class ShardLoader:
                     came = f"{tensor.dtype}{list(tensor.shape)}"
                     raise LoadError(f"{name} is {shard.tensor.dtype}{list(shard.shape)} in this engine, but arrived as {came}")
                 if shard.tensor.numel():
-                    region = tuple(slice(first, end) for first, end in zip(shard.box.starts, shard.box.stops, strict=True))
                     targets.append(shard.tensor)
-                    sources.append(tensor[region] if shard.box.shape != shard.shape else tensor)
+                    sources.append(tensor[shard.box.slices] if shard.box.shape != shard.shape else tensor)
         return targets, sources
 
     def _build(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> TileCopy:
@@ -89,8 +87,3 @@ class ShardLoader:
         copy = TileCopy([[(tiles_between(targets, sources), [0])]], device)
         self.table_bytes += copy.table_bytes
         return copy
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    kind = _INTEGERS.get(tensor.element_size())
-    return tensor if kind is None else tensor.view(kind)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigurationError, LayoutError
-from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec
+from weightsync.model import ITEMSIZE, Box, Manifest, TensorSpec, itemsize
 from weightsync.tensors.byte_coverage import ByteCoverage, LocalView
 from weightsync.tensors.checkpoint_names import CheckpointPart, checkpoint_parts
 
@@ -28,6 +28,7 @@ DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _shape: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
 _address, _contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPILED = "_orig_mod"  # attribute in which torch.compile() keeps the wrapped module
 
 
@@ -87,10 +88,15 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises:
         ConfigurationError: The name is unknown.
     """
-    if name not in ITEMSIZE:
-        raise ConfigurationError(f"unknown dtype {name!r}; known: {', '.join(sorted(ITEMSIZE))}")
+    itemsize(name)  # which refuses what is unknown
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of the same size, which compare and copy every bit."""
+    kind = _INTEGERS.get(tensor.element_size())
+    return tensor if kind is None else tensor.view(kind)
 
 
 def checkpoint_name(name: str) -> str:

@@ -128,15 +128,29 @@ class Staging:
 
 
 def staging_buffer(size: int, device: torch.device | None, free: int | None = None) -> Buffer:
-    """Allocate ``size`` bytes on ``device`` (``None``: private, page-aligned host memory, touched; ``free`` is how much there is).
+    """Allocate ``size`` bytes on ``device``, which torch aligns to 512 bytes.
+
+    ``None`` stands for private, page-aligned host memory, of which ``free`` bytes are left. It is touched, so that the first round
+    causes no page faults while engines are paused.
 
     Raises:
         LayoutError: Memory is short.
     """
     if device is not None:
-        return _on(device, size)
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise LayoutError(
+                f"no memory for a staging buffer of {size:,} bytes on {device}: use a smaller bucket_bytes"
+            ) from error
     _check_free(size, free)
-    return _allocate(size)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # without huge pages it is only slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array.fill(0)
+    return array
 
 
 def _check_free(size: int, free: int | None) -> None:
@@ -146,26 +160,3 @@ def _check_free(size: int, free: int | None) -> None:
             f"no memory for staging buffers of {size:,} bytes: {free:,} are available. Use a smaller bucket_bytes or "
             "staging_buckets=1, or raise the memory limit of the container"
         )
-
-
-def _on(device: torch.device, size: int) -> torch.Tensor:
-    """Allocate device memory, which torch aligns to 512 bytes.
-
-    Raises:
-        LayoutError: There is not enough.
-    """
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise LayoutError(f"no memory for a staging buffer of {size:,} bytes on {device}: use a smaller bucket_bytes") from error
-
-
-def _allocate(size: int) -> Bytes:
-    """Allocate page-aligned memory and touch it, so that the first round causes no page faults while engines are paused."""
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # without huge pages it is only slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    array.fill(0)
-    return array

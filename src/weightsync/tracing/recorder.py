@@ -75,12 +75,8 @@ def map_of(tensor: torch.Tensor, dst: int = 0, steps: Sequence[int] | None = Non
     return AffineMap(int(tensor.storage_offset()) * size, dst, tuple(zip(tensor.shape, strides, others, strict=True)))
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
 def _tensors(values: object) -> list[torch.Tensor]:
-    return [value for value in tree_flatten(values)[0] if _is_tensor(value)]
+    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor) and value.layout is torch.strided]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

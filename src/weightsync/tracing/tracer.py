@@ -12,6 +12,7 @@ from torch import nn
 
 from weightsync.errors import LayoutError, LoadError, WeightSyncError, few
 from weightsync.model import Box, Manifest
+from weightsync.model.layout import padded_boxes
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
@@ -270,24 +271,18 @@ def _copies(tensor: int, mapping: AffineMap, name: str, manifest: Manifest, max_
 
 def _checked(recorder: Recorder, manifest: Manifest, copies: list[TracedCopy], max_boxes: int) -> list[TracedCopy]:
     """Drop tensors that need too many boxes, or boxes that overlap without being equal, because a plan cannot hold them."""
-    order = sorted(range(len(copies)), key=lambda place: copies[place].tensor)
     counts = np.bincount([copy.tensor for copy in copies], minlength=len(manifest))
     for index in np.flatnonzero(counts > max_boxes).tolist():
         recorder.change([index], f"parameters hold it in more than {max_boxes} boxes")
-    kept = [copies[place] for place in order if copies[place].tensor not in recorder.changed]
+    kept = [copy for copy in sorted(copies, key=lambda copy: copy.tensor) if copy.tensor not in recorder.changed]
     if kept:
         recorder.change(_index(manifest, kept).collisions(), "parameters hold parts of it twice, in boxes that overlap but differ")
     return [copy for copy in kept if copy.tensor not in recorder.changed]
 
 
 def _index(manifest: Manifest, copies: Sequence[TracedCopy]) -> BoxIndex:
-    starts = np.zeros((len(copies), manifest.dims), np.int64)
-    stops = np.ones_like(starts)
-    for row, copy in enumerate(copies):
-        if copy.box.starts:
-            starts[row, -len(copy.box.starts) :] = copy.box.starts
-            stops[row, -len(copy.box.starts) :] = copy.box.stops
-    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), starts, stops)
+    boxes = padded_boxes([copy.box for copy in copies], manifest.dims)
+    return BoxIndex(np.array([copy.tensor for copy in copies], np.int64), *boxes)
 
 
 def _held(manifest: Manifest, copies: Sequence[TracedCopy]) -> list[int]:

@@ -10,13 +10,12 @@ from torch import nn
 
 from weightsync.errors import LoadError, few
 from weightsync.model import Manifest
-from weightsync.tensors.shards import Shard, torch_dtype
+from weightsync.tensors.shards import Shard, bits_of, torch_dtype
 from weightsync.tracing.tracer import Traced
 
 _BATCH = 1 << 30
 _MOST_OTHERS = 1 << 30
 _SEED = 20_261_121
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CACHES = ("kv_cache", "kv_caches")
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -127,7 +126,7 @@ def _try(
         raise
     except Exception as error:
         raise LoadError(f"the loader of {engine} raised an error in a trial with {names[0]} and others: {error!r}") from error
-    wrong = [name for name in names if not all(_same(shard, weights[name]) for shard in by_name[name])]
+    wrong = [name for name in names if not all(_equal(shard.tensor, weights[name][shard.box.slices]) for shard in by_name[name])]
     if not wrong:
         return None
     return f"{engine} does more than copy {few(wrong, 3)} when it loads them"
@@ -140,16 +139,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return made.copy_(torch.randint(0, 2, shape, generator=generator, device=generator.device))
 
 
-def _same(shard: Shard, weight: torch.Tensor) -> bool:
-    box = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
-    return _equal(shard.tensor, weight[box])
-
-
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.dtype != second.dtype:
-        return False
-    bits = _BITS.get(first.dtype.itemsize)
-    return torch.equal(first, second) if bits is None else torch.equal(first.view(bits), second.view(bits))
+    return first.dtype == second.dtype and torch.equal(bits_of(first), bits_of(second))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

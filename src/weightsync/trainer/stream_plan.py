@@ -18,7 +18,7 @@ from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
 from weightsync.publishing.gathered_rows import chunks
 from weightsync.tensors.cuda.digest import LayoutDigest
-from weightsync.tensors.cuda.waiting import wait_for_event
+from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.shards import DTypes, dtype_name, published_dtype
 
@@ -70,9 +70,7 @@ class WindowContents:
             digests[order] = rows
             return digests
         self._on_device.launch()
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        wait_for_event(done, deadline, "digesting a window of the stream")
+        wait_for_device(self._memory.device, deadline, "digesting a window of the stream")
         digests[order] = self._on_device.taken()
         return digests
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
+from weightsync.errors import ProtocolError
 from weightsync.protocol.messages import Host, Offer, Traits
 
 if TYPE_CHECKING:
@@ -134,6 +135,12 @@ class Reader(ABC):
         copy, is added to ``digests[row]`` of its key (:mod:`weightsync.tensors.copies` does both in one pass over memory). Raises
         :class:`~weightsync.errors.ProtocolError` for ``digests`` if the transport's traits say that they come after.
         """
+
+    @staticmethod
+    def _check_group(group: int, groups: int) -> None:
+        """Refuse a group beyond the ``groups`` that were prepared."""
+        if not 0 <= group < groups:
+            raise ProtocolError(f"group {group} was not prepared: there are {groups}")
 
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Submit a group and wait for it."""

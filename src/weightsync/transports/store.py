@@ -111,8 +111,7 @@ class StoreReader(BlockingReader):
 
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
-        if not 0 <= group < self._opened.groups:
-            raise ProtocolError(f"group {group} was not prepared: there are {self._opened.groups}")
+        self._check_group(group, self._opened.groups)
         self._opened.read(group, deadline, digests)
 
     def end(self, deadline: Deadline) -> None:

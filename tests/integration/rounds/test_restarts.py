@@ -141,8 +141,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_an_idle_system_never_wakes(runtime: None, counted: dict[str, int]) -> None:
-    """Heartbeats are so rare here that none falls into the time that is looked at: then nothing at all may happen."""
-    with BackgroundServer(ServerSettings(port=0, heartbeat=60.0)) as server, ExitStack() as owned:
+    """Heartbeats are so rare here that none falls into the time that is looked at, and no weights are read again: then nothing at
+    all may happen."""
+    with BackgroundServer(ServerSettings(port=0, heartbeat=60.0, audit_share=0.0)) as server, ExitStack() as owned:
         trainer = owned.enter_context(Trainer(torch.nn.Linear(8, 8), server.url, token=server.token))
         for name in ("a", "b"):
             owned.enter_context(Engine(Held(torch.nn.Linear(8, 8)), name, server.url, token=server.token))

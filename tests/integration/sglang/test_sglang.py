@@ -33,7 +33,7 @@ from weightsync.config import ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine import Engine
 from weightsync.engines.sglang import refusals
-from weightsync.engines.sglang.caches import drop_caches
+from weightsync.engines.sglang.loop import drop_caches
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 from weightsync.server.server import BackgroundServer

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from weightsync.model import Box, Manifest
-from weightsync.planning import SourceRank, TargetRank, coverage_of, plan_transfer
+from weightsync.planning.coverage import coverage_of
+from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copies import check_tiles, copy_and_digest
 from weightsync.tensors.copy_table import tiles_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.planning.simulation import ranks_of, targets_of
+from tests.unit.planning.simulation import ranks_of, source_bytes, targets_of
 from tools.reference import forecast_of
 from typer.testing import CliRunner, Result
 
@@ -19,7 +19,7 @@ from weightsync.cli.commands import EXIT_CONFIGURATION
 from weightsync.cli.main import app
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest
-from weightsync.planning import plan_transfer
+from weightsync.planning.plan import plan_transfer
 from weightsync.transports.registry import BUILT_IN, transport
 from weightsync_bench.forecast import figures as module
 from weightsync_bench.forecast.figures import calibration_of, figures, predictions
@@ -63,7 +63,7 @@ def test_bytes_and_pieces_are_the_planners(
     traffic = traffic_between(ShapeTable(tensor_counts(config)), *meshes)
     assert traffic.replica_pieces == plan.count
     assert traffic.received == statistics.fmean(plan.nbytes(name) for name in wanted)
-    assert traffic.sent == pytest.approx(statistics.fmean(plan.source_bytes().values()))
+    assert traffic.sent == pytest.approx(statistics.fmean(source_bytes(plan).values()))
     assert traffic.owned == statistics.fmean(layout.nbytes(manifest) for layout in held.values())
 
 

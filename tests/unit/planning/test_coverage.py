@@ -9,7 +9,8 @@ from tests.unit.planning.simulation import contents, digests_of, layout_of, spec
 
 from weightsync.errors import LayoutError, VerificationError
 from weightsync.model import Layout, Manifest
-from weightsync.planning import coverage_of, split_rows
+from weightsync.planning.coverage import coverage_of
+from weightsync.planning.split import split_rows
 from weightsync_bench.sharding import fsdp, sharded, tensor_parallel
 
 MODEL = Manifest(

@@ -13,9 +13,10 @@ from weightsync.coordinator.negotiation import MemoryClaim
 from weightsync.coordinator.planner import PlanMemory
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.planning import coverage_of, plan_transfer
 from weightsync.planning.buckets import staging_layout
+from weightsync.planning.coverage import coverage_of
 from weightsync.planning.limits import MOST_PIECES, Stop
+from weightsync.planning.plan import plan_transfer
 from weightsync_bench.shapes import qwen3_8b, qwen3_30b_a3b
 from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 

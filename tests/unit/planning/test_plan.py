@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.planning.simulation import HERE, check_plan, layout_of, ranks_of, spec, targets_of, whole
+from tests.unit.planning.simulation import HERE, check_plan, layout_of, ranks_of, source_bytes, spec, targets_of, whole
 
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.planning import Plan, plan_transfer, split_rows
+from weightsync.planning.plan import Plan, plan_transfer
+from weightsync.planning.split import split_rows
 from weightsync.protocol.messages import Host
 from weightsync_bench.sharding import expert_parallel, fsdp, sharded, tensor_parallel
 
@@ -47,7 +48,7 @@ def test_two_way_tensor_parallel_to_one_and_back() -> None:
     lm_head = [row for row, index in zip(rows_of(merged, "t0"), merged.pieces("t0").target_row, strict=True) if index == 0]
     assert lm_head == [("s0", [0, 0], [3, 4]), ("s1", [3, 0], [6, 4])]
     divided = planned(BLOCK, one, two)
-    assert divided.source_bytes() == {"s0": sum(layout.nbytes(BLOCK) for layout in two)}
+    assert source_bytes(divided) == {"s0": sum(layout.nbytes(BLOCK) for layout in two)}
 
 
 def test_uneven_chunks_and_empty_shards() -> None:
@@ -76,7 +77,7 @@ def test_a_manifest_without_tensors() -> None:
     manifest = Manifest([])
     plan = plan_transfer(manifest, ranks_of({"s": whole(manifest)}), targets_of({"t": whole(manifest)}))
     assert len(plan.pieces("t")) == 0
-    assert plan.source_bytes() == {"s": 0}
+    assert source_bytes(plan) == {"s": 0}
 
 
 def test_transposed_memory_on_either_side() -> None:
@@ -141,7 +142,7 @@ def hybrid(manifest: Manifest, copies: int, shards: int) -> list[Layout]:
 def test_copies_are_read_once_and_equally() -> None:
     manifest = Manifest([spec(f"layers.{index}.w", 8, 16) for index in range(50)])
     plan = planned(manifest, hybrid(manifest, 3, 2), [split_rows(manifest, layout, 64) for layout in tensor_parallel(manifest, 2)])
-    load = plan.source_bytes()
+    load = source_bytes(plan)
     assert sum(load.values()) == 2 * manifest.nbytes  # both targets hold everything: no rule cuts these names
     for shard in range(2):
         shares = [load[f"s{copy * 2 + shard}"] for copy in range(3)]
@@ -155,7 +156,7 @@ def test_a_source_that_holds_a_box_twice_gets_no_double_share() -> None:
     twice = layout_of(manifest, [(one.name, (0,), (4,)) for one in manifest for _ in range(2)])
     plan = plan_transfer(manifest, ranks_of({"a": twice, "b": whole(manifest)}), targets_of({"t": whole(manifest)}))
     check_plan(manifest, plan)
-    assert plan.source_bytes() == {"a": 80, "b": 80}
+    assert source_bytes(plan) == {"a": 80, "b": 80}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_near_sources_are_preferred(hosts: list[Host], expected: set[str]) -> No
     )
     check_plan(manifest, plan)
     assert set(plan.pieces("t").sources) == expected
-    assert {name for name, load in plan.source_bytes().items() if load} == expected
+    assert {name for name, load in source_bytes(plan).items() if load} == expected
 
 
 def test_a_near_source_is_preferred_even_for_a_part() -> None:
@@ -189,7 +190,7 @@ def test_a_near_source_is_preferred_even_for_a_part() -> None:
     hosts = {"far-top": Host("b", "b"), "far-bottom": Host("b", "b"), "near-top": HERE}
     plan = plan_transfer(manifest, ranks_of(sources, hosts), targets_of({"t": whole(manifest)}))
     check_plan(manifest, plan)
-    assert plan.source_bytes() == {"far-bottom": 32, "far-top": 0, "near-top": 32}
+    assert source_bytes(plan) == {"far-bottom": 32, "far-top": 0, "near-top": 32}
 
 
 def test_order_of_members_does_not_matter() -> None:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.planning.simulation import ranks_of, targets_of
+from tests.unit.planning.simulation import ranks_of, source_bytes, targets_of
 
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.planning import coverage_of, plan_transfer, split_rows
+from weightsync.planning.coverage import coverage_of
+from weightsync.planning.plan import plan_transfer
+from weightsync.planning.split import split_rows
 from weightsync_bench.shapes import one_trillion, qwen3_8b, qwen3_30b_a3b
 from weightsync_bench.sharding import expert_parallel, fsdp, tensor_parallel
 
@@ -48,7 +50,7 @@ def test_a_mixture_of_experts_from_8_to_8(parallel: Callable[[Manifest, int], li
     count = sum(map(len, pieces.values()))
     took = f"{seconds:.3f} s, {cpu:.3f} s of one core (goal 0.5)"
     print(f"{parallel.__name__}, {copies} copies: {count:,} pieces in {took}; cover {covered:.3f} s")
-    load = plan.source_bytes()
+    load = source_bytes(plan)
     assert sum(load.values()) == sum(layout.nbytes(manifest) for layout in targets.values())
     assert max(load.values()) - min(load.values()) <= 0.01 * max(load.values())
     assert cpu <= 2 * 0.5

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from weightsync.model import Manifest
-from weightsync.planning import SourceRank, TargetRank, plan_transfer, split_rows
+from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
+from weightsync.planning.split import split_rows
 from weightsync.protocol.messages import Host
 from weightsync_bench.shapes import one_trillion
 from weightsync_bench.sharding import expert_parallel, fsdp

@@ -21,7 +21,7 @@ from weightsync.protocol.tokens import (
     is_loopback,
     matches,
     plausible_bits,
-    token_for,
+    secret_of,
 )
 
 HERE = Address("http", "127.0.0.1", 7400)
@@ -176,5 +176,5 @@ def test_a_configured_token_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     left, given = generate(), generate()
     TokenFile(7400, left)
-    assert token_for(ClientSettings(coordinator=HERE)) == left
-    assert token_for(ClientSettings(coordinator=HERE, token=given)) == given
+    assert secret_of(ClientSettings(coordinator=HERE)) == left
+    assert secret_of(ClientSettings(coordinator=HERE, token=given)) == given

@@ -9,9 +9,19 @@ import msgspec
 import pytest
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError
+from weightsync.errors import DeadlineExceeded, ProtocolError, StaleSource
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.messages import ANSWER_BYTES, ControlMessage, Fail, Messages, Ready, next_control, send_request
+from weightsync.transports.net.messages import (
+    ANSWER_BYTES,
+    ControlMessage,
+    Fail,
+    Messages,
+    Ready,
+    next_answer,
+    next_control,
+    reported,
+    send_request,
+)
 
 
 class Resize(ControlMessage, frozen=True):
@@ -41,3 +51,15 @@ def test_a_message_of_another_transport_is_refused(ends: tuple[Channel, Channel]
     send_request(ends[0], Resize(8), Deadline(5))
     with pytest.raises(ProtocolError, match="cannot be read"):
         next_control(ends[1], ANSWER_BYTES, Deadline(5))
+
+
+def test_an_answer_is_told_from_a_failure_that_the_publisher_reports(ends: tuple[Channel, Channel]) -> None:
+    send_request(ends[0], Ready("cuda:1"), Deadline(5))
+    assert next_answer(ends[1], ANSWER_BYTES, Deadline(5)) == Ready("cuda:1")
+    send_request(ends[0], Fail("StaleSource", "version 3 is gone"), Deadline(5))
+    with pytest.raises(StaleSource, match="version 3 is gone") as failed:
+        next_answer(ends[1], ANSWER_BYTES, Deadline(5))
+    assert reported(failed.value)
+    with pytest.raises(DeadlineExceeded) as late:
+        next_answer(ends[1], ANSWER_BYTES, Deadline(0.05))
+    assert not reported(late.value)

@@ -53,20 +53,19 @@ class SglangAdapter(StagedAdapter):
 
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
-        self._staging.begin()
+        super().begin()
         self._loaded = None
 
     def wake_weights(self) -> None:
         """Take released memory of the weights again, and wait until the last step has read them on the device."""
         self._loop.wake(("weights",), COMMIT_SECONDS)
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        super().wake_weights()
 
     def finish(self, version: Version) -> None:
         """Load the staged tensors on the scheduler's thread."""
         if not self.received_direct:
-            self._staging.check_complete()
-            self._loop.call(lambda: self._install(self._staging.tensors()), COMMIT_SECONDS)
+            self.check_complete()
+            self._loop.call(lambda: self._install(self.staged()), COMMIT_SECONDS)
         self._loaded = version
 
     def wake_cache(self) -> None:

@@ -16,9 +16,8 @@ from weightsync.config import variable
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.sglang.adapter import SglangAdapter
-from weightsync.engines.sglang.caches import drop_caches
 from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_of_vocabulary
-from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
 from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct

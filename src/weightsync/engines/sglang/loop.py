@@ -40,6 +40,30 @@ class Scheduler(Protocol):
         """Set the label of the weights."""
 
 
+class EmbeddingCache(Protocol):
+    """SGLang's cache of what the model's vision or audio part computed, which ``flush_cache`` leaves as it is."""
+
+    def clear(self) -> None:
+        """Drop all embeddings."""
+
+
+def drop_caches(scheduler: Scheduler, embeddings: EmbeddingCache | None) -> bool:
+    """Drop all keys, values and embeddings of a paused ``scheduler``, on its thread. Returns whether that succeeded.
+
+    SGLang refuses while grammars are compiled. The requests that wait for them have no keys and values, and a paused scheduler does
+    not go on with them, so they are set aside.
+    """
+    grammars = scheduler.grammar_manager
+    waiting, grammars.grammar_queue = grammars.grammar_queue, []
+    try:
+        dropped = scheduler.flush_cache(empty_cache=False)
+    finally:
+        grammars.grammar_queue = waiting
+    if embeddings is not None:
+        embeddings.clear()
+    return dropped
+
+
 class SchedulerLoop(Closeable):
     """One scheduler's event loop, seen from weightsync's thread. SGLang's thread calls :meth:`received` and :meth:`pass_through`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,20 +64,15 @@ class VllmWorkerAdapter(StagedAdapter):
 
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
-        self._staging.begin()
+        super().begin()
         self._loaded.clear()
-
-    def wake_weights(self) -> None:
-        """Wait until vLLM's last step has read the weights on the device, before they are overwritten."""
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
 
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
         if self.received_direct:
             self._loaded = {False}
         else:
-            self._staging.check_complete()
+            self.check_complete()
             if self._controls is not None:
                 self._controls.install(COMMIT_SECONDS)
         self._version = version
@@ -135,14 +130,6 @@ class VllmWorkerAdapter(StagedAdapter):
         """Free a version that vLLM has taken under the id ``number`` (0: that it has not taken)."""
         if self._lora_versions is not None:
             self._lora_versions.forget(label, number)
-
-    def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.
-
-        Raises:
-            LoadError: Tensors are missing.
-        """
-        return self._staging.tensors(draft=draft)
 
     def loaded(self, *, draft: bool = False) -> None:
         """Report that the worker has loaded the staged tensors into its model, or into its ``draft`` model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
@@ -160,15 +160,13 @@ class Attached(Closeable):
     def __init__(self, gate: _Gate, owned: ExitStack) -> None:
         self._gate, self._owned = gate, owned
 
-    @contextmanager
-    def in_use(self, timeout: float = 300.0) -> Iterator[str | None]:
+    def in_use(self, timeout: float = 300.0) -> AbstractContextManager[str | None]:
         """Block rounds inside the context, which yields the label of vLLM's version (``run@number``; ``None`` before the first).
 
         Raises:
             DeadlineExceeded: An update or another use lasted longer than ``timeout`` seconds.
         """
-        with self._gate.used(timeout) as version:
-            yield version
+        return self._gate.used(timeout)
 
     def close(self) -> None:
         """Leave the coordinator. vLLM keeps its weights. Idempotent."""

@@ -114,7 +114,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
                 f"the server of vLLM {release_of('vllm')} does not report whether it dropped its prefix cache: set "
                 "WEIGHTSYNC_COORDINATOR in its environment, so that it joins automatically, or use attach or attach_async"
             )
-        parallel, rank, checkpoint = self.parallel_config, self._rank(), self._checkpoint()
+        parallel, rank, checkpoint = self.parallel_config, global_rank(self.parallel_config), self._checkpoint()
         prefix = init_info.draft_prefix or variable("WEIGHTSYNC_DRAFT_PREFIX") or None
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
@@ -142,9 +142,6 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         """Free a version of an adapter that no request uses. The process that owns the engine calls this on all workers."""
         if self._adapter is not None:
             self._adapter.forget_lora(label, number)
-
-    def _rank(self) -> int:
-        return global_rank(self.parallel_config)
 
     def _checkpoint(self) -> HfCheckpoint:
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
@@ -176,7 +173,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             self._pushed.join(request.body)
             return
         adapter = VllmWorkerAdapter(self._checkpoint(), None)
-        pushed = PushedUpdates(adapter, self._rank(), self.device)
+        pushed = PushedUpdates(adapter, global_rank(self.parallel_config), self.device)
         with ExitStack() as owned:
             owned.callback(pushed.close)
             pushed.join(request.body)

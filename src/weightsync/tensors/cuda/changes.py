@@ -10,6 +10,7 @@ import torch
 from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, ProtocolError
+from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, PlannedChanges, Sections, ends_of
 from weightsync.tensors.cuda.digest import weights_on
@@ -120,9 +121,8 @@ class ChangeTables:
         """For each size of a word, the work of the programs."""
         for word in np.unique(tiles[:, 14]).tolist():
             chosen = np.flatnonzero(tiles[:, 14] == word)
-            tile = np.repeat(chosen, count[chosen])
-            part = np.arange(len(tile)) - np.repeat(np.cumsum(count[chosen]) - count[chosen], count[chosen])
-            work = np.stack([tile, first[tile] + part * group]).astype(np.int32)
+            tile, part = spread(count[chosen])
+            work = np.stack([chosen[tile], first[chosen[tile]] + part * group]).astype(np.int32)
             self.items.append((int(word), torch.from_numpy(work).to(device)))
         self.tiles = torch.from_numpy(np.ascontiguousarray(tiles.T)).to(device)
         nothing = np.zeros(len(sections), np.int64)
@@ -184,16 +184,8 @@ class DeviceChanges(Changes):
 
     def predict(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """See :meth:`Changes.predict`."""
-        self._run((0,), digests, stop, deadline)
+        super().predict(digests, stop, deadline)
         self._check("the changes of a block of the source are not in order, or outside of it")
-
-    def apply(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.apply`."""
-        self._run((1, 3), digests, stop, deadline)
-
-    def revert(self, digests: UInt64, stop: Int8, deadline: Deadline) -> None:
-        """See :meth:`Changes.revert`."""
-        self._run((2, 3), digests, stop, deadline)
 
     def warm(self, deadline: Deadline) -> None:
         """Compile and load the kernels by changes of nothing, so that the first pause does not pay for it."""

@@ -19,7 +19,6 @@ from weightsync.errors import (
     PeerLost,
     ProtocolError,
     WeightSyncError,
-    from_wire,
 )
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
@@ -29,13 +28,14 @@ from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, Fra
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.messages import (
     ANSWER_BYTES,
-    Fail,
     Ready,
     Start,
     decode_control,
-    next_control,
+    next_answer,
+    reported,
     send_request,
     transfer_deadline,
+    unless_failed,
 )
 
 LEAST_BUFFER, MOST_BUFFER = 2 << 20, 4 << 30
@@ -182,7 +182,7 @@ class BroadcastReader(ConnectedReader):
             send_request(channel, Warmup(deadline.remaining("warming up")), deadline)
             if channel.next_kind(deadline) != END:
                 self._wire.warm_up(
-                    self._join(channel, next_control(channel, ANSWER_BYTES, deadline, MESSAGES), EMPTY, deadline), deadline
+                    self._join(channel, next_answer(channel, ANSWER_BYTES, deadline, MESSAGES), EMPTY, deadline), deadline
                 )
                 self._wait_for_receipt(deadline)
             self._take_end(channel, 0, EMPTY, deadline)
@@ -203,8 +203,6 @@ class BroadcastReader(ConnectedReader):
 
     def _join(self, channel: Channel, join: object, version: int, deadline: Deadline) -> ProcessGroup:
         """Join the group that the publisher names, unless this reader is in it, and begin to receive from it."""
-        if isinstance(join, Fail):
-            raise from_wire(join.kind, join.message)
         if not isinstance(join, JoinEpoch):
             raise ProtocolError(f"{channel.peer} answered {type(join).__name__} to the beginning of a transfer")
         if (
@@ -232,8 +230,7 @@ class BroadcastReader(ConnectedReader):
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, receipt = self._under_way(self._receipt)
-        if not 0 <= group < len(self._groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
+        self._check_group(group, len(self._groups))
         try:
             deadline.remaining(f"reading group {group}")
             receipt.read(group, self._groups[group], deadline, digests)
@@ -277,14 +274,11 @@ class BroadcastReader(ConnectedReader):
             try:
                 if self._watch is not None:
                     self._watch.ended(_WHY_SECONDS)
-                answer = next_control(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS), MESSAGES)
-                if isinstance(answer, Fail):
-                    cause = from_wire(answer.kind, answer.message)
-                    stays = isinstance(cause, BroadcastBroken)
-            except (PeerLost, Aborted) as silence:
-                cause = silence
-            except WeightSyncError:  # it is there, and has noticed nothing
-                if self._shared:
+                next_answer(channel, ANSWER_BYTES, Deadline(_WHY_SECONDS), MESSAGES)
+            except WeightSyncError as answer:
+                if reported(answer) or isinstance(answer, PeerLost | Aborted):
+                    cause, stays = answer, isinstance(answer, BroadcastBroken)
+                elif self._shared:  # it is there, and has noticed nothing
                     cause = BroadcastBroken(str(error))
         if stays:
             self._leave_transfer()
@@ -296,9 +290,7 @@ class BroadcastReader(ConnectedReader):
         """Receive that all ``frames`` were sent, and that the publisher held ``version`` throughout."""
         header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
         if header.kind == CONTROL:
-            answer = decode_control(channel, header, ANSWER_BYTES, deadline, MESSAGES)
-            if isinstance(answer, Fail):
-                raise from_wire(answer.kind, answer.message)
+            unless_failed(decode_control(channel, header, ANSWER_BYTES, deadline, MESSAGES))
         if header[:3] != (END, frames, version):
             raise ProtocolError(f"{channel.peer} was not at the end of its transfer")
 

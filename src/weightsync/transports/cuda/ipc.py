@@ -274,8 +274,7 @@ class CombinedReader(Reader):
             raise ProtocolError("cuda_ipc takes no digests while it reads: use weightsync.tensors.cuda.digest.LayoutDigest")
         for reader in self._readers:
             reader.require_unchanged(deadline)
-            if not 0 <= group < len(reader.groups):
-                raise ProtocolError(f"group {group} was not prepared: there are {len(reader.groups)}")
+            self._check_group(group, len(reader.groups))
         copy = self._build()
         copy.launch(group, group + 1)
         launched = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -97,8 +97,7 @@ class MappedReader(BlockingReader, HeaderReader):
         """See :meth:`weightsync.transports.base.Reader.read`."""
         stamp = self._started()
         self._check(deadline, f"reading group {group}")
-        if not 0 <= group < len(self._groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
+        self._check_group(group, len(self._groups))
         tiles = self._groups[group]
         if len(tiles):
             if digests is None:

@@ -17,6 +17,7 @@ import numpy as np
 from weightsync import forks
 from weightsync.arrays import Bytes
 from weightsync.errors import ProtocolError, SharedMemoryTooSmall
+from weightsync.transports.hostinfo import text_of
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
@@ -57,11 +58,7 @@ def _keep_from_children(mapping: mmap.mmap, fd: int | None) -> None:
 
 def _cgroup_limits() -> Iterator[int]:
     """Bytes that are left in each memory control group that this process is in (versions 1 and 2, all ancestors)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
@@ -81,10 +78,9 @@ def _cgroup_limits() -> Iterator[int]:
 def available_bytes() -> int | None:
     """Bytes of memory that this process could still get without being killed for it, or ``None`` if unknown."""
     limits = list(_cgroup_limits())
-    with suppress(OSError):
-        match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        if match:
-            limits.append(int(match[1]) << 10)
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text_of("/proc/meminfo"), re.MULTILINE)
+    if match:
+        limits.append(int(match[1]) << 10)
     return max(min(limits), 0) if limits else None
 
 

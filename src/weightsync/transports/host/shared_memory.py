@@ -14,7 +14,7 @@ import msgspec
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
-from weightsync.protocol.messages import UNREADABLE, Host, Offer, Traits
+from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.host.mapped import MappedReader
 from weightsync.transports.host.memory import map_read_only
@@ -50,12 +50,11 @@ class SharedMemoryReader(MappedReader):
     def __init__(self, channel: Channel, deadline: Deadline) -> None:
         data, fd = channel.receive_descriptor(_FACTS_BYTES, deadline)
         try:
-            facts = msgspec.msgpack.decode(data, type=_Facts)
+            with decoding(f"{channel.peer} described its region wrongly"):
+                facts = msgspec.msgpack.decode(data, type=_Facts)
             if facts.nbytes < 0:
                 raise ProtocolError("the publisher announced a region of negative size")
             memory = map_read_only(fd, HEADER_BYTES + facts.nbytes)
-        except UNREADABLE as error:
-            raise ProtocolError(f"{channel.peer} described its region wrongly: {error}") from None
         finally:
             os.close(fd)
         super().__init__(memory, facts.nbytes, facts.layout_digest, channel.peer)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError, from_wire
+from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader
@@ -24,11 +24,11 @@ from weightsync.transports.net.messages import (
     MAX_GROUPS,
     MAX_TILES,
     ControlMessage,
-    Fail,
     Messages,
     Ready,
     RegisterTiles,
-    next_control,
+    next_answer,
+    reported,
     send_request,
 )
 
@@ -127,13 +127,11 @@ class ConnectedReader(BlockingReader):
         """What the publisher answers, unless that is its failure, which is raised; the connection stays."""
         try:
             send_request(channel, request, deadline)
-            answer = next_control(channel, most, deadline, self._messages)
-        except WeightSyncError:
-            self._drop()
+            return next_answer(channel, most, deadline, self._messages)
+        except WeightSyncError as error:
+            if not reported(error):
+                self._drop()
             raise
-        if isinstance(answer, Fail):
-            raise from_wire(answer.kind, answer.message)
-        return answer
 
     def _take_ready(self, ready: Ready) -> None:
         """Take what else the publisher sent when it was ready."""

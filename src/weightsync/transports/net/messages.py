@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, StaleSource, TransportUnavailable, to_wire
-from weightsync.protocol.messages import UNREADABLE
+from weightsync.errors import ProtocolError, StaleSource, TransportUnavailable, from_wire, to_wire
+from weightsync.protocol.messages import decoding
 from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHeader
 
 MAX_TILES = 1 << 22
@@ -33,6 +33,7 @@ _SMALL_BYTES = 4096
 """A request of at most this many bytes is no table."""
 _LEAST_ROOM = 256 << 20
 _SCRATCH_BYTES = 1 << 16
+_REPORTED = "sent by the publisher"
 
 
 class ControlMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -98,16 +99,33 @@ def decode_control(
     """The body of a control frame whose header was read. Raises :class:`~weightsync.errors.ProtocolError` beyond ``most`` bytes."""
     if header.kind != CONTROL or header.nbytes > most:
         raise ProtocolError(f"{channel.peer} sent frame kind {header.kind} of {header.nbytes} bytes where a short message was due")
-    try:
+    with decoding(f"{channel.peer} sent a message that cannot be read"):
         message: ControlMessage = messages.decode(channel.receive(header.nbytes, deadline))
-    except UNREADABLE as error:
-        raise ProtocolError(f"{channel.peer} sent a message that cannot be read: {error}") from None
     return message
 
 
 def next_control(channel: Channel, most: int, deadline: Deadline, messages: Messages = COMMON) -> ControlMessage:
     """Receive the next frame, which must be a control frame."""
     return decode_control(channel, FrameHeader.unpack(channel.receive(HEADER.size, deadline)), most, deadline, messages)
+
+
+def next_answer(channel: Channel, most: int, deadline: Deadline, messages: Messages = COMMON) -> ControlMessage:
+    """Receive a publisher's answer. Raises the error that it reports."""
+    return unless_failed(next_control(channel, most, deadline, messages))
+
+
+def unless_failed(answer: ControlMessage) -> ControlMessage:
+    """Return a publisher's answer. Raises the error that it reports, of which :func:`reported` is true."""
+    if isinstance(answer, Fail):
+        error = from_wire(answer.kind, answer.message)
+        error.add_note(_REPORTED)
+        raise error
+    return answer
+
+
+def reported(error: BaseException) -> bool:
+    """Whether the publisher itself reported ``error``: then nothing more of its answer comes, and the connection can be used."""
+    return _REPORTED in getattr(error, "__notes__", ())
 
 
 class TableBudget:

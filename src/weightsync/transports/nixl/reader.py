@@ -12,23 +12,18 @@ import numpy as np
 
 from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource, from_wire
+from weightsync.errors import PeerLost, ProtocolError
 from weightsync.protocol.messages import Memory
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import Completion, Deferred
 from weightsync.transports.cuda.driver import allocation_of, device_at
 from weightsync.transports.cuda.region import export_count
+from weightsync.transports.host.mapped import HeaderReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.messages import (
-    ANSWER_BYTES,
-    Fail,
-    Ready,
-    next_control,
-    send_request,
-)
+from weightsync.transports.net.messages import ANSWER_BYTES, Ready, next_answer, send_request
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
 from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
 from weightsync.transports.nixl.staged_frames import (
@@ -98,7 +93,7 @@ class _ReadPlan:
         self._tokens.clear()
 
 
-class NixlReader(ConnectedReader):
+class NixlReader(ConnectedReader, HeaderReader):
     """Reads a publisher's memory into that of this host or of its GPU. ``leave`` lets go of the agent."""
 
     _largest_tile = TILE_BYTES
@@ -117,7 +112,6 @@ class NixlReader(ConnectedReader):
         self._on = 0
         self._pieces: list[Int64] = []
         self._plan: _ReadPlan | None = None  # made when it is missing
-        self._stamp: tuple[int, int] | None = None
         self._frames_asked = self._frames_taken = 0
         self._stop = threading.Event()
         try:
@@ -146,7 +140,7 @@ class NixlReader(ConnectedReader):
             self._header_read = None
         before, self._remote = self._remote, ""
         remote = self._agent.add(answer.agent, instead_of=before)
-        self._described, self._remote, self._regions = answer, remote, regions
+        self._described, self._remote, self._regions, self._layout_digest = answer, remote, regions, answer.layout_digest
         source, target = (np.array([[address, _STAMP_BYTES]], np.int64) for address in (answer.header, self._page.ctypes.data))
         self._header_read = self._agent.prepare(("host", target, 0), remote, ("host", source, 0), self._peer)
         return answer
@@ -179,8 +173,7 @@ class NixlReader(ConnectedReader):
         self._stamp, self._want, self._pieces = None, None, []
         self._idle()
         described = self._describe(self._connected(deadline), deadline)
-        if layout_digest != described.layout_digest:
-            raise StaleSource(f"{self._peer} has layout {described.layout_digest}, but the plan was made for {layout_digest}")
+        self._check_layout(layout_digest)
         for tiles in groups:
             check_tiles(tiles, self._regions[:, 1].tolist())
         first = next((int(tiles.target[0]) for tiles in groups if len(tiles)), 0)
@@ -307,15 +300,8 @@ class NixlReader(ConnectedReader):
 
     # A transfer.
 
-    def _check(self, deadline: Deadline, what: str) -> Channel:
-        if self._closed:
-            raise PeerLost(f"{what}: the source of {self._peer} is closed")
-        if self._aborted:
-            raise Aborted(f"{what} from {self._peer} was aborted")
-        if self._channel is None or not self._channel.peer_lives():
-            raise PeerLost(f"{what}: {self._peer} went away")
-        deadline.remaining(f"{what} from {self._peer}")
-        return self._channel
+    def _publisher_lives(self) -> bool:
+        return self._channel is not None and self._channel.peer_lives()
 
     def _read_header(self, deadline: Deadline) -> Header:
         """Read the publisher's header page as it is now."""
@@ -359,19 +345,16 @@ class NixlReader(ConnectedReader):
             send_request(channel, Pack(self._frames_asked), deadline)
             self._frames_asked += 1
 
-    def _running(self) -> _ReadPlan:
-        if self._stamp is None or self._plan is None:
-            raise ProtocolError("a transfer was continued that was not begun, or that failed")
-        return self._plan
+    def _running(self) -> tuple[Channel, _ReadPlan]:
+        return self._under_way(None if self._stamp is None else self._plan)
 
     def submit(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> Completion:
         """See :meth:`weightsync.transports.base.Reader.submit`."""
         if digests is not None:
             raise ProtocolError("nixl takes no digests while it reads: digest the targets when they are in place")
-        plan = self._running()
         self._check(deadline, f"reading group {group}")
-        if not 0 <= group < len(plan.groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(plan.groups)}")
+        _, plan = self._running()
+        self._check_group(group, len(plan.groups))
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.start()
@@ -383,8 +366,8 @@ class NixlReader(ConnectedReader):
 
     def _finish(self, group: int, deadline: Deadline) -> None:
         """Wait for what was posted for a group, and take its frames."""
-        plan = self._running()
-        channel = self._check(deadline, f"reading group {group}")
+        self._check(deadline, f"reading group {group}")
+        channel, plan = self._running()
         transfer = plan.groups[group]
         if transfer is not None:
             transfer.wait(deadline, self._stop)
@@ -392,9 +375,7 @@ class NixlReader(ConnectedReader):
         for number in range(plan.first_frame[group], plan.first_frame[group + 1]):
             if number != self._frames_taken:
                 raise ProtocolError(f"group {group} was read out of order")
-            answer = next_control(channel, ANSWER_BYTES, deadline, MESSAGES)
-            if isinstance(answer, Fail):
-                raise from_wire(answer.kind, answer.message)
+            next_answer(channel, ANSWER_BYTES, deadline, MESSAGES)
             self._frames_taken += 1
             # While this frame is on its way, the publisher packs the next and the one before it is unpacked.
             plan.frames[number].start()
@@ -407,11 +388,9 @@ class NixlReader(ConnectedReader):
 
     def end(self, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.end`."""
-        self._running()
-        stamp, self._stamp = self._stamp, None
+        stamp, self._stamp = self._started(), None
         self._check(deadline, "ending the transfer")
-        if stamp is not None:
-            self._read_header(deadline).require_unchanged(stamp)
+        self._read_header(deadline).require_unchanged(stamp)
 
     def close(self) -> None:
         """See :meth:`weightsync.transports.base.Reader.close`. Waits for reads that run, up to ten seconds."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from weightsync.arrays import Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, WeightSyncError, from_wire
+from weightsync.errors import ProtocolError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.frames import MAX_FRAME_BYTES
-from weightsync.transports.net.messages import ANSWER_BYTES, Fail, Start, decode_control, send_request
+from weightsync.transports.net.messages import ANSWER_BYTES, Start, decode_control, reported, send_request, unless_failed
 from weightsync.transports.tcp.tile_stream import TileStream
 
 
@@ -52,42 +53,28 @@ class StreamReader(ConnectedReader):
         """See :meth:`weightsync.transports.base.Reader.begin`."""
         self._idle()
         channel = self._connected(deadline)
-        try:
+        with self._in_step():
             send_request(channel, Start(version, deadline.remaining("beginning a transfer")), deadline)
             header = FrameHeader.unpack(channel.receive(HEADER.size, deadline))
             if header.kind == CONTROL:
                 self._raise_failure(channel, header, deadline)
-        except (WeightSyncError, OSError) as error:
-            if not _in_step(error):
-                self._drop()
-            raise
         self._stream = _Arriving(version, header, TileStream(channel))
 
     def _raise_failure(self, channel: Channel, header: FrameHeader, deadline: Deadline) -> None:
-        answer = decode_control(channel, header, ANSWER_BYTES, deadline)
-        if not isinstance(answer, Fail):
-            raise ProtocolError(f"{channel.peer} sent {type(answer).__name__} instead of data")
-        error = from_wire(answer.kind, answer.message)
-        error.add_note(_TOLD)
-        raise error
+        answer = unless_failed(decode_control(channel, header, ANSWER_BYTES, deadline))
+        raise ProtocolError(f"{channel.peer} sent {type(answer).__name__} instead of data")
 
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """See :meth:`weightsync.transports.base.Reader.read`."""
         channel, stream = self._under_way(self._stream)
-        if not 0 <= group < len(self._groups):
-            raise ProtocolError(f"group {group} was not prepared: there are {len(self._groups)}")
-        try:
+        self._check_group(group, len(self._groups))
+        with self._in_step():
             deadline.remaining(f"reading group {group}")
             done, wanted = 0, len(self._groups[group])
             while done < wanted:
                 self._check_frame(channel, stream, group, done, deadline)
                 done = stream.header.last
                 self._receive(channel, stream, deadline, digests)
-        except BaseException as error:
-            self._stream = None
-            if not _in_step(error):
-                self._drop()
-            raise
 
     def _check_frame(self, channel: Channel, stream: _Arriving, group: int, done: int, deadline: Deadline) -> None:
         header = stream.header
@@ -114,23 +101,24 @@ class StreamReader(ConnectedReader):
     def end(self, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.end`."""
         channel, stream = self._under_way(self._stream)
-        try:
+        with self._in_step():
             deadline.remaining("ending the transfer")
             if stream.header.kind == CONTROL:
                 self._raise_failure(channel, stream.header, deadline)
             if stream.header[:3] != (END, stream.sequence, stream.version):
                 raise ProtocolError(f"{channel.peer} was not at the end of its transfer: not every group was read, or in order")
-        except BaseException as error:
-            self._stream = None
-            if not _in_step(error):
-                self._drop()
-            raise
         self._stream = None
 
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """End the transfer at an error, and drop the connection, unless the publisher itself reported the error.
 
-_TOLD = "sent by the publisher"
-
-
-def _in_step(error: BaseException) -> bool:
-    """Whether the publisher itself reported ``error``: then its stream ended there, and the connection can be used again."""
-    return _TOLD in getattr(error, "__notes__", ())
+        Then its stream ended there, and the connection can be used again.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._stream = None
+            if not reported(error):
+                self._drop()
+            raise

@@ -41,7 +41,7 @@ class AdapterName:
 
     def retire(self, numbers: Collection[int], keep: int) -> bool:
         """Retire all of these versions but the newest ``keep``. Returns whether there were more."""
-        retired = sorted(numbers)[: len(numbers) - keep] if keep else numbers
+        retired = sorted(numbers)[: max(len(numbers) - keep, 0)]
         if retired:
             self.retired, self.keep = max(self.retired, *retired), keep
             self.publications.use(FIRST_EPOCH, self.retired)

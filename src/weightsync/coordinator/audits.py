@@ -120,12 +120,15 @@ class Audits:
                 await asyncio.wait([busy], timeout=self._settings.timeout)
         if (version := replica.version) is None or not replica.serves:
             return
+        before = looks.seconds
         with looks.measured():
             looks.failures += 1
             answers = await asyncio.gather(*(self._ask(replica, link, version) for link in replica.members().values()))
         if all(answers):
             looks.failures = 0
             self._emit(Audited(replica.name, looks.seconds))
+        else:
+            looks.seconds = before  # one that hung until its deadline says nothing of what the next one costs
 
     async def _ask(self, replica: Replica, link: RankHandle[EngineRank], version: Version) -> bool:
         """Whether a rank holds what it installed. Whatever keeps it from looking says nothing against it."""

@@ -33,7 +33,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.status import AdapterStatus
-from weightsync.errors import ConfigurationError, MembershipError, ProtocolError, WeightSyncError, readable
+from weightsync.errors import ConfigurationError, MembershipError, PeerLost, ProtocolError, WeightSyncError, readable
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name
 from weightsync.protocol.lora_messages import HeldLora, LorasRefused, Retired, RetireLora
@@ -306,6 +306,8 @@ class Loras:
     async def _run(
         self, source: str, spec: AdapterSpec, asked: AgreedPublication, replicas: Sequence[Replica], seeding: bool = False
     ) -> RoundResult:
+        if source not in self._sources:
+            raise PeerLost(f"the ranks that publish {spec.name} have left")
         record, trainers = self._names[spec.name], self._sources[source].members.trainers_in_order()
         (deadline, grace), tenant = asked.limits(self._settings.grace), self._tenant(source)
         if self._running.locked():  # a round of the base weights
@@ -329,7 +331,8 @@ class Loras:
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
         result = await LoraRound(context, spec, source, tenant, turns, self._registered).run()
         if not seeding:
-            if source in self._sources:
+            # An older publication may end last: a replica hung, and its caller gave up.
+            if source in self._sources and result.version.order == record.publications.own:
                 record.source, record.spec = source, spec
             self._drop_others(result.version)
         return result

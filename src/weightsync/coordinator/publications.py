@@ -116,8 +116,12 @@ class Publications:
         return self.last if epoch == self.epoch else -1
 
     def highest_in(self, epoch: int) -> int:
-        """As :meth:`last_in`, those of publications that run included: one of its ranks may have been interrupted since."""
-        return max([self.last_in(epoch), *(number for other, number in self.reserved if other == epoch)])
+        """As :meth:`last_in`, with those whose bytes are known from a rank that has left, and those of publications that run.
+
+        One of its ranks may have been interrupted since.
+        """
+        known = [number for other, number in self.published if other == epoch and number <= _MOST_CLAIMED_NUMBER]
+        return max([self.last_in(epoch), *known, *(number for other, number in self.reserved if other == epoch)])
 
     def behind(self, version: Version | None) -> int:
         """Number of known publications that are newer than ``version``; of all, for a replica that serves none."""

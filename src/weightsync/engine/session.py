@@ -318,7 +318,7 @@ class EngineSession:
         if not self._calls.paused:
             raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
         self._become("writing")
-        self.serving = None
+        self.serving = self.refuted = None
         try:
             yield
             self._become(then)

@@ -149,6 +149,11 @@ def _grouped(
     group = _RowGroup(0, 0, [], [], [])
     for row in rows:
         width, target = int(manifest.itemsizes[layout.tensor[row]]), int(layout.offset[row]) + address
+        if (
+            group.cuts and (target - group.target) % _ALIGNMENT
+        ):  # it began in the middle of a row: nothing after it would be aligned
+            yield group
+            group = _RowGroup(0, 0, [], [], [])
         for cut in chunks(shards[row].box.shape, max(most // width, 1)):
             size = width * prod(part.stop - part.start for part in cut)
             if not size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from itertools import pairwise
 
@@ -104,14 +104,28 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     copy = partial(_run, tiles, sources=np.asarray(source_addresses, np.int64), stop=stop)
     edges = _shares(tiles)
     parts = [np.zeros_like(out) for _ in edges[2:]]
-    others = [_threads().submit(copy, *ends, out=part) for ends, part in zip(pairwise(edges[1:]), parts, strict=True)]
+    others = list[Future[int]]()
     try:
+        for ends, part in zip(pairwise(edges[1:]), parts, strict=True):
+            others.append(_threads().submit(copy, *ends, out=part))
         done = copy(edges[0], edges[1], out=out)
     finally:
-        wait(others)  # whatever interrupts this: they write
+        _outlast(others)
     for part in parts:
         out += part
     return done + sum(other.result() for other in others)
+
+
+def _outlast(others: Sequence[Future[int]]) -> None:
+    """Wait until all have ended, whatever interrupts this: they write."""
+    interrupted: BaseException | None = None
+    while not all(other.done() for other in others):
+        try:
+            wait(others)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _shares(tiles: CopyTable) -> list[int]:

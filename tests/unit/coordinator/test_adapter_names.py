@@ -15,6 +15,7 @@ from tests.unit.coordinator.lora_fakes import LonePublisher, LoraEngine
 from tests.unit.coordinator.test_adapters_in_step import Publisher
 from tests.virtual_time import virtual
 
+from weightsync.coordinator.adapter_names import AdapterName
 from weightsync.coordinator.loras import Loras
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.ranks import EngineRank
@@ -219,3 +220,9 @@ async def test_a_publisher_that_was_revoked_does_not_come_back() -> None:
     with pytest.raises(AuthenticationError, match="was revoked"):
         LonePublisher(world, "1", session="stolen")
     LonePublisher(world, "1", session="another")
+
+
+def test_nothing_is_retired_where_fewer_versions_are_than_are_kept() -> None:
+    record = AdapterName("")
+    assert not record.retire({0, 1}, 3)
+    assert record.retired == -1

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tests.unit.coordinator.fakes import World
-from tests.unit.coordinator.lora_fakes import LonePublisher, LoraEngine
+from tests.unit.coordinator.lora_fakes import NAME, LonePublisher, LoraEngine
 from tests.virtual_time import virtual
 
 from weightsync.errors import LoadError, VersionError
 from weightsync.model import Version
-from weightsync.protocol.lora_messages import DropLora, StageLora
-from weightsync.protocol.messages import Body, Place
+from weightsync.model.lora import AdapterSpec, LoraConfig
+from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
+from weightsync.protocol.messages import Body, Place, Publish
 
 
 @virtual
@@ -243,3 +244,37 @@ async def test_a_number_that_an_engine_took_and_dropped_is_not_used_again(known:
     assert (await publisher.publish()).version.number == 3
     engine.leave()
     assert "alice/math@3" in engine.served
+
+
+@virtual
+async def test_an_older_publication_that_ends_last_leaves_the_newer_configuration() -> None:
+    """Its replica hung, and its caller gave up. A late replica got the new bytes with the old scaling."""
+    world, let = World(), asyncio.Event()
+    publisher = LonePublisher(world, "1", content=1)
+
+    async def slow(body: Body) -> None:
+        if isinstance(body, RegisterLora) and body.version.number == 0:
+            await let.wait()
+        if isinstance(body, StageLora) and body.number == 1:
+            await asyncio.sleep(8)
+
+    LoraEngine(world, "r0")
+    LoraEngine(world, "r1", before=slow)
+
+    def ask(call: int, alpha: float) -> asyncio.Future[Body]:
+        spec = AdapterSpec(NAME, LoraConfig(2, alpha), None, "keep")
+        return asyncio.ensure_future(publisher.ask(Publish(None, call, count=call, adapter=spec), 60))
+
+    first = ask(1, 4.0)
+    await asyncio.sleep(1)
+    first.cancel()
+    publisher.content = 2
+    second = ask(2, 16.0)
+    await asyncio.sleep(1)
+    late = LoraEngine(world, "late")
+    await asyncio.sleep(0.5)
+    let.set()
+    await second
+    await asyncio.sleep(100)
+    asked = [body.spec.config.alpha for body in late.calls if isinstance(body, PrepareLora) and body.number == 1]
+    assert asked and set(asked) == {16.0}

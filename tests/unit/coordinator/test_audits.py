@@ -431,3 +431,15 @@ def test_alarms_that_are_remembered_are_few() -> None:
     assert len(looks.alarms) <= 64
     assert looks.alarm(version, "weight.999")
     assert not looks.alarm(Version("run", 2, "", ""), "weight.999")
+
+
+@virtual
+async def test_a_look_that_hangs_until_its_deadline_does_not_put_off_the_next_for_hours() -> None:
+    world = fleet()
+    await world.publish(1)
+    await asyncio.sleep(60)
+    world.faults["one/0", "audit"] = "hang"
+    await asyncio.sleep(world.coordinator.settings.timeout + 60)
+    before = len(looks(world, "one/0"))
+    await asyncio.sleep(1200)
+    assert len(looks(world, "one/0")) > before + 2

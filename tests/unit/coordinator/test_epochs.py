@@ -343,3 +343,23 @@ async def test_a_coordinator_whose_clock_is_behind_goes_on_from_the_placings_of_
         first, second = (asked.order for asked in trainer.asked)
         assert second > first
     await world.coordinator.aclose()
+
+
+@virtual
+async def test_a_number_whose_bytes_an_earlier_trainer_told_is_skipped() -> None:
+    """It left, its claim with it, and the next one met the number again and again: every publication failed there."""
+    world = World()
+    earlier = TrainerProcess(world, 0, 1, MANIFEST, world.session(), 2)
+    earlier.last = Version("test", 2, MANIFEST.fingerprint, "ab" * 8)
+    earlier.connect()
+    earlier.disconnect()
+    world.add_trainers(1)
+    world.add_replica("r0")
+    numbers = []
+    for call in range(1, 4):
+        answer = await world.coordinator.publish("trainer/0", Publish(None, call=call, count=call), 60.0)
+        assert answer.ok
+        assert answer.version is not None
+        numbers.append(answer.version.number)
+    assert numbers == sorted(set(numbers))
+    assert 2 not in numbers

@@ -86,3 +86,14 @@ def test_chunks_cover_a_tensor_in_order(shape: tuple[int, ...], most: int) -> No
     parts = [numbers[cut].reshape(-1) for cut in chunks(shape, most)]
     assert torch.equal(torch.cat([numbers.new_empty(0), *parts]), numbers.reshape(-1))
     assert all(len(part) <= most for part in parts) or not shape
+
+
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.uint8])
+def test_a_wider_row_after_one_that_was_cut_at_an_odd_place(first: torch.dtype) -> None:
+    state = {"a": torch.ones(1000, 1001).to(first), "b": torch.randn(128)}
+    manifest, shards = shards_of(state)
+    layout = packed_layout(manifest, shards)
+    region, digests = np.zeros(layout.regions[0], np.uint8), np.zeros(2, np.uint64)
+    GatheredRows(manifest, shards, layout, region.ctypes.data, range(2), torch.device("cpu")).place(digests, NEVER, None)
+    for row, one in enumerate(shards):
+        assert int(digests[row]) == digest_box(one.tensor, one.shape, one.box.starts)

@@ -16,7 +16,7 @@ from tests.integration.rounds.test_rounds import Joined
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
-from weightsync.config import Address, ClientSettings, Secret, ServerSettings
+from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, RoundFailed, WeightSyncError
@@ -175,7 +175,9 @@ def test_one_token_takes_an_eighth_of_the_places(of_alice: Secret, fleet: Fleet)
 
         def joined(patterns: str) -> Adapters:
             token = limited(Secret(server.token), patterns).reveal()
-            return owned.enter_context(Adapters(lora(5), None, alpha=8, coordinator=server.url, token=token))
+            return owned.enter_context(
+                Adapters(lora(5), None, alpha=8, coordinator=server.url, token=token, timeouts=Timeouts(connect=3.0))
+            )
 
         first = joined("alice/*")
         joined("alice/*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
@@ -75,12 +75,14 @@ def test_names_of_adapters_keep_what_vllm_stacks_itself() -> None:
 def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
     """Releases before 0.32 know one scaling for all modules, and answered wrongly for an adapter with patterns."""
     from weightsync.engines.vllm.loras import WorkerLoras
-    from weightsync.model.lora import AdapterSpec, LoraConfig
+    from weightsync.model.lora import AdapterSpec, LoraConfig, lora_modules
+    from weightsync.tensors.shards import manifest_of
 
     class Manager:
         capacity = 1
         lora_config = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32)
         model = None
+        packed_modules: ClassVar[dict[str, list[str]]] = {}
 
         def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
             for lora in lora_model.loras.values():
@@ -93,6 +95,8 @@ def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
         for side, shape in (("A", (rank, 2)), ("B", (2, rank)))
     }
     workers = WorkerLoras(Manager(), 16, None)
+    manifest = manifest_of(tensors)
+    workers._arranged = workers._arrange(manifest, {module.name: module for module in lora_modules(manifest)})
     workers.stage("a/b@1", spec, tensors)
     staged = workers.take("a/b@1", 1).loras
     assert torch.equal(staged["m.q_proj"].lora_b, torch.full((2, 8), 1.5))

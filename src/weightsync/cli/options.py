@@ -20,7 +20,7 @@ Pausing = Literal["abort", "wait", "keep"]
 
 def setting(variable: str, text: str, default: str | None, metavar: str | None = None, *names: str) -> Any:  # noqa: ANN401
     """An option of a setting. Without it the variable ``WEIGHTSYNC_<variable>`` counts, and without this the ``default``."""
-    otherwise = "" if default is None else f"; default {default}"
+    otherwise = "" if default is None else f"; default{':' if ' ' in default else ''} {default}"  # a value, or words
     return typer.Option(*names, metavar=metavar, help=f"{text} [env: WEIGHTSYNC_{variable}{otherwise}].")
 
 

@@ -82,7 +82,7 @@ class Audits:
 
         Its replica leaves service now; in a round, after it, unless the round has updated the replica by then.
         """
-        if link.serving == version:  # it was not updated since, and nothing has told of this yet
+        if link.serving == version:  # it was not updated since, and this is the first report
             link.serving, link.refuted = None, why
             if replica.looks.alarm(version, why):
                 replica.looks.restless = version

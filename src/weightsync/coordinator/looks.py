@@ -23,7 +23,7 @@ class Looks:
     holds: int = 0
     """Rounds that forbid looks now: it is updated, or others read from it."""
     failures: int = 0
-    """Looks that told nothing, one after the other."""
+    """Looks without a result, one after the other."""
     ended: float = -math.inf
     """End of the last look."""
     seconds: float = 0.0

@@ -68,8 +68,8 @@ class _Delivery(Report):
 class LoraRound:
     """One publication of ``spec`` to the replicas of ``context``; or, when seeding, of what the regions hold.
 
-    ``turns`` has the turn of each replica, which stages one version at a time. ``registered`` is told who serves the version.
-    ``source`` names the trainer in plans, ``tenant`` whose publications it takes turns with.
+    ``turns`` has the turn of each replica, which stages one version at a time. ``registered`` gets each replica that
+    serves the version. ``source`` names the trainer in plans, ``tenant`` whose publications it takes turns with.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LoraRound:
             return await place(context)
         self._check_number(context.publications.last + 1)  # a replica may have joined with it since
         placed = await place(context)
-        self._check_number(context.publications.last)  # another source may have published a later one meanwhile
+        self._check_number(context.publications.last)  # while it placed, another source may have published a later one
         return placed
 
     def _check_number(self, least: int) -> None:

@@ -348,7 +348,7 @@ class EngineRole(SessionFront):
         return filler, installed[2], shards
 
     def _require_installed(self, version: Version, filler: DirectFiller, installed: Filled, deadline: Deadline) -> None:
-        """Raise unless all parameters are what this rank installed of ``version``. A difference is reported, whoever asked."""
+        """Raise unless all parameters are what this rank installed of ``version``. Reports a difference, in a round too."""
         with span("audit"):
             bad = np.flatnonzero(filler.digests(deadline) != installed.digests)
         if len(bad):

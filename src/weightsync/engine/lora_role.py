@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -83,7 +84,7 @@ class LoraRole(SessionFront):
     ) -> None:
         super().__init__(EngineSession(_NoWeights(), member, self._abort_work))
         self._adapter, self._base, self._report = adapter, base, report
-        # Read from the publisher's memory, not from a store, say, which this engine would open with credentials of its own.
+        # Read from the publisher's memory, not from a store, say, which this engine would open with its own credentials.
         readers = [transport for transport in context.transports if "host" in transport.traits.reads]
         self._context = replace(context, engine=self.session, transports=readers, progress=lambda nbytes: None)
         self._handlers = {
@@ -230,12 +231,12 @@ class LoraRole(SessionFront):
         failpoints.reached("engine.lora.drop")
         if self._prepared is not None and self._prepared[0].name == body.name and self._prepared[1] in body.numbers:
             self._prepared = None  # its round failed before this rank staged: nothing is about to be read
-        with self._visible:
+        with self._visible, ExitStack() as dropping:  # each of them, whatever another one raises
             for label in (adapter_label(body.name, number) for number in body.numbers):
                 if self._staged is not None and self._staged[0] == label:
                     self._staged = None
                 self._served.pop(label, None)
-                _calling(partial(self._adapter.drop_lora, label), label)
+                dropping.callback(_calling, partial(self._adapter.drop_lora, label), label)
 
     def _check_base(self, label: str, spec: AdapterSpec) -> None:
         """Raise VersionError unless the engine holds the base of the adapter."""

@@ -97,7 +97,7 @@ class Challenger:
         self._used: dict[str, dict[str, tuple[float, int]]] = {}
         """For each token, by its patterns: when each used nonce expires, in that order, and a bit for each request with it.
 
-        Whoever has one uses up their own places only. Only a proof adds anything.
+        Its holder uses up no places of others. Only a proof adds anything.
         """
         _key(token)  # takes milliseconds, once
 

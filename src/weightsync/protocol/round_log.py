@@ -72,7 +72,7 @@ class LoggedCalls:
         try:
             answer = call.run(timeout)
         except Exception as error:
-            # Most engines cannot be audited, or not now, and nobody need know it.
+            # Most engines cannot be audited, or not now: that is no news.
             level = logging.DEBUG if isinstance(body, Audit) and not isinstance(error, VerificationError) else logging.WARNING
             step, kind = _STEPS.get(type(body), "a call"), type(error).__name__
             # As text: a handler that keeps records would keep what the error's traceback refers to, such as mapped memory.

@@ -19,7 +19,7 @@ from weightsync.forks import Origin
 from weightsync.model import Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name, lora_modules
 from weightsync.protocol.lora_messages import Retired, RetireLora
-from weightsync.protocol.messages import Hello, RoundResult
+from weightsync.protocol.messages import Hello, Publish, RoundResult
 from weightsync.publishing.published_shards import publishing_transports
 from weightsync.tensors.shards import ShardedState
 from weightsync.trainer.lora_state import adapter_of, check_finite
@@ -55,14 +55,18 @@ class _AdapterPublisher(Trainer):
     def publish_adapter(self, spec: AdapterSpec, number: int | None, step: int | None, timeout: float | None) -> RoundResult:
         with self._turn(number, step, timeout, None) as (wanted, deadline):
             wanted = structs.replace(wanted, adapter=spec)
-            try:
-                if isinstance(self._role, TrainerRole):  # and no stream's
-                    check_finite(self._role.masters(), "the adapter")
-            except WeightSyncError as error:
-                self._tell_others(wanted, error, deadline)
-                raise
+            if isinstance(self._role, TrainerRole):  # and no stream's
+                self._check_finite(self._role, wanted, deadline)
             with self._armed(wanted, deadline, copies=False) as placing:
                 return self._ask(wanted, deadline, placing)
+
+    def _check_finite(self, role: TrainerRole, wanted: Publish, deadline: Deadline) -> None:
+        try:
+            check_finite(role.masters(), "the adapter")
+        except WeightSyncError as error:
+            role.release()  # nothing is armed, so nothing else would
+            self._tell_others(wanted, error, deadline)
+            raise
 
     def retire(self, name: str, keep: int, timeout: float | None) -> Retired:
         self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_finite(shards: Iterable[Shard], what: str) -> None:
+def check_finite(shards: Sequence[Shard], what: str) -> None:
     """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite."""
     # All in few launches, and one wait for the device: an adapter of experts has 18,000 matrices.
     largest = torch.nn.utils.get_total_norm([shard.tensor for shard in shards], math.inf)

@@ -258,6 +258,25 @@ def test_a_running_use_keeps_its_version_and_nothing_waits_for_it(made: Made) ->
         fleet.answer("alice/math@1")
 
 
+def test_a_version_that_cannot_be_dropped_keeps_no_other_from_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = made()
+    for number in range(3):
+        assert fleet.adapters.publish("alice/math", number).ok
+    module, fails = fleet.modules[0], ["alice/math@1"]
+    own = module.drop_lora
+
+    def drop(label: str) -> None:
+        if label in fails:
+            raise RuntimeError("injected")
+        own(label)
+
+    monkeypatch.setattr(module, "drop_lora", drop)
+    with pytest.raises(RoundFailed, match="injected"):
+        fleet.adapters.retire("alice/math", keep=0)
+    assert set(module.loras()) == {"alice/math@1"}
+    fails.clear()
+
+
 def test_slots_are_bounded_and_a_refused_number_stays_free(made: Made) -> None:
     fleet = made(slots=2)
     for number in (1, 2):
@@ -294,6 +313,9 @@ def test_nan_unknown_modules_other_extents_and_large_ranks_are_refused_before_an
         fleet.tensors["0.lora_B.weight"][3, 2] = float("nan")
         with pytest.raises(ConfigurationError, match=r"base_model\.model\.0\.lora_B\.weight holds NaN"):
             fleet.adapters.publish("alice/math", 1)
+        followed = fleet.adapters._publisher._role._followed  # type: ignore[union-attr]
+        assert followed is not None
+        assert not any(part.tensor.numel() for part in followed.last[1]), "a trainer may offload them"
         for tensors, text in (
             (
                 {**lora(), "9.lora_A.weight": torch.ones(4, 8), "9.lora_B.weight": torch.ones(8, 4)},

@@ -131,7 +131,7 @@ def test_long_limits_join_and_a_name_that_is_too_long_with_them_does_not(fleet: 
         assert adapters.publish(f"alice-3-{'x' * 50}/math").ok
         with pytest.raises(ProtocolError, match="200 are allowed"):
             Adapters(lora(5), fleet.trainer.version, source="s" * 180, **at)
-    assert fleet.trainer.publish(timeout=30).ok, "no engine was told a name that it refuses"
+    assert fleet.trainer.publish(timeout=30).ok, "no engine got a name that it refuses"
 
 
 def test_scalings_are_for_modules_of_the_adapter(fleet: Fleet, alice: Adapters) -> None:

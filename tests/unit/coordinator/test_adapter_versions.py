@@ -1,4 +1,4 @@
-"""Holds that a label of an adapter means the same bytes everywhere, whoever publishes, fails, leaves or comes back."""
+"""Holds that a label of an adapter means the same bytes everywhere, when publishers and replicas fail, leave or come back."""
 
 from __future__ import annotations
 

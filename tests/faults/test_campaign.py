@@ -30,6 +30,7 @@ from tests.faults.source_mutants import SOURCE_MUTANTS
 from tests.faults.sources import MUTANT_ACTS, SOURCE_TRANSPORTS, source_cases
 from tests.faults.stage import Tally
 from tests.faults.weights import MANIFEST, Weights, fill
+from tests.processes import ChildProcess
 
 from weightsync import external, failpoints
 from weightsync.engine import session_front
@@ -279,16 +280,16 @@ def test_sockets_of_other_programs_are_no_leak(monkeypatch: pytest.MonkeyPatch) 
     hold = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + {theirs!r}); print(flush=True); input()"
     with (
         socket.socket(socket.AF_UNIX) as held_here,
-        subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child,
+        ChildProcess("-c", hold) as child,
     ):
         held_here.bind(f"\0{mine}")
-        assert child.stdout is not None
-        child.stdout.readline()
+        child.line()
         names = {f"socket @{mine}", f"socket @{theirs}"}
         assert names <= leaks.machine()
         monkeypatch.setattr(leaks, "_family", lambda root: {child.pid})  # somebody to whom this process is another program
         assert names & leaks.machine() == {f"socket @{theirs}"}
-        child.communicate(b"\n", timeout=20)
+        child.write()
+        child.exit_code(20)
     assert not names & leaks.machine()
 
 

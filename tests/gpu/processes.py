@@ -1,17 +1,15 @@
-"""What tests on GPUs run in processes of their own, and how they talk to it."""
+"""What tests on GPUs run in separate processes."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from tests.gpu.owner_process import HERE
+from tests.processes import ChildProcess
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine import Engine
@@ -19,7 +17,7 @@ from weightsync.protocol.messages import Offer
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
 
-__all__ = ["Joined", "OwnerProcess", "change", "end_of", "far", "fingerprint_of", "line_of", "on_two_gpus", "told"]
+__all__ = ["Joined", "OwnerProcess", "change", "far", "fingerprint_of", "on_two_gpus"]
 
 on_two_gpus = [
     pytest.mark.gpu,
@@ -30,41 +28,25 @@ on_two_gpus = [
 """Marks of tests whose engine is on another GPU than the trainer."""
 
 
-class OwnerProcess:
-    """The other process, and a way to talk to it."""
+class OwnerProcess(ChildProcess):
+    """The owner of published memory, whose answers are JSON."""
 
     def __init__(self, seed: int, *arguments: str, **environment: str) -> None:
+        super().__init__("-W", "ignore", "-m", "tests.gpu.owner_process", 0, seed, *arguments, environment=environment)
         self.seed = seed
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.gpu.owner_process", "0", str(seed), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        self.hello = self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
+        try:
+            self.hello: dict[str, Any] = json.loads(self.line())
+        except BaseException:
+            self.close()
+            raise
 
     def tell(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        answer: dict[str, Any] = json.loads(self.ask(line))
+        return answer
 
     @property
     def offer(self) -> Offer:
         return Offer("cuda_ipc", self.hello["address"], HERE)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
 
 
 def far() -> str:
@@ -94,38 +76,15 @@ class Joined:
 
     def process(
         self, replica: str, stop: str = "", delivery: str = "auto", transport: str = "", device: str = "", *, serve: bool = False
-    ) -> subprocess.Popen[str]:
+    ) -> ChildProcess:
         """An engine in another process, joined when this returns. With ``serve`` other replicas may read from it."""
         where = (device or far())[5:]
-        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.engine_process", replica, where, stop, delivery, transport]
-        environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
-        environment["WEIGHTSYNC_SERVE_WEIGHTS"] = "on" if serve else "off"
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        self._owned.callback(end_of, process)
-        assert line_of(process) == "joined"
+        command = ("-W", "ignore", "-m", "tests.gpu.engine_process", replica, where, stop, delivery, transport)
+        environment = {"WEIGHTSYNC_COORDINATOR": self.server.url, "WEIGHTSYNC_TOKEN": self.server.token}
+        process = ChildProcess(*command, environment=environment | {"WEIGHTSYNC_SERVE_WEIGHTS": "on" if serve else "off"})
+        self._owned.enter_context(process).expect("joined")
         return process
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def told(process: subprocess.Popen[str], line: str) -> str:
-    """Its answer to ``line``."""
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
-    return line_of(process)
-
-
-def fingerprint_of(process: subprocess.Popen[str]) -> str:
-    return told(process, "?")
-
-
-def end_of(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(10)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+def fingerprint_of(process: ChildProcess) -> str:
+    return process.ask("?")

@@ -5,8 +5,6 @@ With two GPUs or more the reader has another device than the owner, with one the
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -16,6 +14,7 @@ import torch
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
 from tests.gpu.processes import OwnerProcess
 from tests.gpu.reader_process import whole
+from tests.processes import ChildProcess
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -62,9 +61,8 @@ class Reader:
 @pytest.fixture
 def owner(seed: int) -> Iterator[OwnerProcess]:
     # Without torch's cache, freed memory really goes back to the driver.
-    process = OwnerProcess(seed % 1000, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    yield process
-    process.end()
+    with OwnerProcess(seed % 1000, PYTORCH_NO_CUDA_MEMORY_CACHING="1") as process:
+        yield process
 
 
 @pytest.fixture
@@ -77,8 +75,7 @@ def reader(owner: OwnerProcess) -> Iterator[Reader]:
 def test_owner_dies(reader: Reader) -> None:
     reader.owner.tell("place 1")
     reader.source.begin(1, Deadline(20))
-    reader.owner.process.kill()
-    reader.owner.process.wait(10)
+    reader.owner.kill()
     with pytest.raises(PeerLost):
         reader.source.read(0, Deadline(20))
     with pytest.raises(PeerLost):
@@ -89,13 +86,9 @@ def test_owner_dies(reader: Reader) -> None:
 
 def test_reader_dies(owner: OwnerProcess) -> None:
     owner.tell("place 1")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.reader_process", str(torch.cuda.device_count() - 1)]
-    victim = subprocess.Popen([*command, owner.offer.address, "1"], stdout=subprocess.PIPE, text=True)
-    assert victim.stdout is not None
-    assert victim.stdout.readline() == "read\n"
-    victim.kill()
-    victim.wait(10)
-    victim.stdout.close()
+    command = ("-W", "ignore", "-m", "tests.gpu.reader_process", torch.cuda.device_count() - 1, owner.offer.address, 1)
+    with ChildProcess(*command) as victim:
+        victim.expect("read")
     assert "done" in owner.tell("place 2")
     survivor = Reader(owner)
     survivor.read(2)
@@ -108,7 +101,7 @@ def test_reader_dies(owner: OwnerProcess) -> None:
 
 def test_owner_gone_before_connecting(owner: OwnerProcess) -> None:
     offer = owner.offer
-    owner.end()
+    owner.close()
     with pytest.raises(PeerLost):
         CudaIpc().open(offer, KEY, Deadline(5))
 
@@ -161,12 +154,9 @@ def test_freed_memory_is_noticed_by_its_owner(reader: Reader) -> None:
 
 
 def test_memory_that_cannot_be_exported_is_refused(seed: int) -> None:
-    process = OwnerProcess(seed % 1000, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    try:
+    with OwnerProcess(seed % 1000, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") as process:
         assert process.hello["error"] == "TransportUnavailable"
         assert "expandable_segments" in process.hello["message"]
-    finally:
-        process.end()
 
 
 def test_wrong_key_and_wrong_layout(reader: Reader) -> None:
@@ -206,7 +196,7 @@ def test_two_owners_are_read_in_one_launch(reader: Reader) -> None:
             one.check(version)
     reader.source.begin(2, Deadline(20))
     second.source.begin(2, Deadline(20))
-    other.end()
+    other.close()
     with pytest.raises(PeerLost):
         together.read(0, Deadline(20))
     second.source.close()

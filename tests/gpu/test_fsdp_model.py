@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.gpu.fsdp_rank import build
+from tests.processes import ranks
 
 from weightsync.config import ServerSettings
 from weightsync.engine.engine import Engine
@@ -40,24 +38,15 @@ def test_versions_of_a_sharded_model_arrive_whole(tmp_path: Path) -> None:
     world = min(2, torch.cuda.device_count())  # NCCL wants a GPU for every rank
     engine = Watched(build(f"cuda:{torch.cuda.device_count() - 1}"))
     with BackgroundServer(ServerSettings.load({}, port=0)) as server:
-        environment = {**os.environ, "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token}
-        for name in ("RANK", "WORLD_SIZE"):
-            environment.pop(name, None)
-        with Engine(engine, "here", server.url, token=server.token, delivery="direct"):
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.gpu.fsdp_rank", str(rank), str(world), str(tmp_path), str(VERSIONS)],
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-                )
-                for rank in range(world)
-            ]  # fmt: skip
-            try:
-                said = [process.communicate(timeout=150)[0] for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-    assert [process.returncode for process in ranks] == [0] * world, "\n".join(said)[-4000:]
-    seen = [json.loads(line.removeprefix("RESULT ")) for line in said[0].splitlines() if line.startswith("RESULT ")]
+        environment = {"WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token}
+        with (
+            Engine(engine, "here", server.url, token=server.token, delivery="direct"),
+            ranks(
+                world, "tests.gpu.fsdp_rank", world, tmp_path, VERSIONS, environment=environment, without=("RANK", "WORLD_SIZE")
+            ) as processes,
+        ):
+            lines, *_ = [process.output(150).splitlines() for process in processes]
+    seen = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
     assert seen == [["direct", ["cuda_ipc"], "installed", True]] * VERSIONS
     assert len(engine.held) == VERSIONS
     for version, held in enumerate(engine.held, 1):

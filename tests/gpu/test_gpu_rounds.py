@@ -6,7 +6,6 @@ With two GPUs or more the engine has another device than the trainer, with one t
 from __future__ import annotations
 
 import gc
-import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
-from tests.gpu.processes import Joined, change, far, fingerprint_of, line_of
+from tests.gpu.processes import Joined, change, far, fingerprint_of
+from tests.processes import ChildProcess
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
@@ -58,9 +58,9 @@ def test_reader_killed_in_the_middle_holds_up_neither_the_trainer_nor_the_others
         change(source, number)
         with ExitStack() as killing:
 
-            def kill(victim: subprocess.Popen[str] = victim, stop: str = stop) -> None:
-                if line_of(victim) == stop:
-                    victim.kill()
+            def kill(victim: ChildProcess = victim, stop: str = stop) -> None:
+                victim.expect(stop)
+                victim.kill()
 
             killer = threading.Thread(target=kill)
             killer.start()
@@ -462,7 +462,7 @@ def test_streamed_reader_in_another_process_that_is_killed_hurts_nobody(joined: 
     joined.engine(Loading(target), delivery="streamed", bucket_bytes=1 << 20)
     victim = joined.process("victim", "finish", "streamed")
     change(source, 1)
-    killer = threading.Thread(target=lambda: victim.kill() if line_of(victim) == "finish" else None)
+    killer = threading.Thread(target=lambda: victim.kill() if victim.line() == "finish" else None)
     killer.start()
     result = trainer.publish(1, timeout=30)
     killer.join(20)

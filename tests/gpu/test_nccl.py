@@ -6,9 +6,6 @@ An owner, readers and engines in processes of their own, each on a GPU of its ow
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,8 +15,9 @@ import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.owner_process import HERE, KEY, LAYOUT, SIZES, contents
-from tests.gpu.processes import Joined, OwnerProcess, change, end_of, fingerprint_of, line_of, on_two_gpus
+from tests.gpu.processes import Joined, OwnerProcess, change, fingerprint_of, on_two_gpus
 from tests.gpu.reader_process import whole
+from tests.processes import ChildProcess
 
 from weightsync.config import ServerSettings
 from weightsync.deadline import Deadline
@@ -61,9 +59,8 @@ class Reader:
 
 @pytest.fixture
 def owner(seed: int) -> Iterator[OwnerProcess]:
-    process = OwnerProcess(seed % 1000, "nccl")
-    yield process
-    process.end()
+    with OwnerProcess(seed % 1000, "nccl") as process:
+        yield process
 
 
 @pytest.fixture
@@ -91,14 +88,13 @@ def test_each_version_brings_its_own_bytes_also_after_the_memory_moved(owner: Ow
 
 def test_an_owner_that_dies_is_noticed_at_once_before_and_after_the_group_has_met(seed: int) -> None:
     for met in (False, True):
-        owner = OwnerProcess(seed % 1000, "nccl")
-        try:
+        with OwnerProcess(seed % 1000, "nccl") as owner:
             reader = Reader(owner).prepare()
             owner.tell("place 1")
             if met:
                 reader.read(1)
             reader.source.begin(1, Deadline(30))
-            owner.process.kill()
+            owner.kill()
             started = time.monotonic()
             with pytest.raises(WeightSyncError) as caught:
                 reader.source.read(0, Deadline(30))
@@ -106,27 +102,21 @@ def test_an_owner_that_dies_is_noticed_at_once_before_and_after_the_group_has_me
             assert isinstance(caught.value, PeerLost), caught.value
             assert time.monotonic() - started < 10
             reader.source.close()
-        finally:
-            owner.end()
 
 
 def test_a_reader_that_dies_leaves_the_owner_to_the_next(owner: OwnerProcess) -> None:
     owner.tell("place 1")
-    last = str(torch.cuda.device_count() - 1)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.reader_process", last, owner.hello["address"], "1", "nccl"]
-    victim = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert [line_of(victim), line_of(victim)] == ["read", "begun"]
-        victim.kill()
-        victim.wait(10)
-        started = time.monotonic()
-        reader = Reader(owner).prepare()
-        reader.read(1)
-        reader.check(1)
-        reader.source.close()
-        assert time.monotonic() - started < 20
-    finally:
-        end_of(victim)
+    last = torch.cuda.device_count() - 1
+    command = ("-W", "ignore", "-m", "tests.gpu.reader_process", last, owner.hello["address"], 1, "nccl")
+    with ChildProcess(*command) as victim:
+        victim.expect("read")
+        victim.expect("begun")
+    started = time.monotonic()
+    reader = Reader(owner).prepare()
+    reader.read(1)
+    reader.check(1)
+    reader.source.close()
+    assert time.monotonic() - started < 20
 
 
 def test_an_abort_ends_a_read_that_waits(owner: OwnerProcess, reader: Reader) -> None:
@@ -174,7 +164,6 @@ def test_replicas_that_want_the_same_share_a_broadcast_and_a_lost_one_does_not_s
         assert trainer.publish(number, timeout=60).ok
         assert {fingerprint_of(one) for one in engines} == {fingerprint(source)}
     engines[0].kill()
-    engines[0].wait(10)
     change(source, 3)
     result = trainer.publish(3, timeout=60)
     assert [one.version for one in result.replicas if one.name == "r2"] == [3]
@@ -199,18 +188,12 @@ def test_shards_in_host_memory_reach_a_gpu(joined: Joined) -> None:
 def test_memory_that_cannot_be_mapped_goes_by_nccl(joined: Joined) -> None:
     engine = joined.process("far", transport="nccl")
     environment = {
-        **os.environ, "WEIGHTSYNC_COORDINATOR": joined.server.url, "WEIGHTSYNC_TOKEN": joined.server.token,
+        "WEIGHTSYNC_COORDINATOR": joined.server.url, "WEIGHTSYNC_TOKEN": joined.server.token,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.nccl_trainer", "2"]
-    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
+    with ChildProcess("-W", "ignore", "-m", "tests.gpu.nccl_trainer", 2, environment=environment) as trainer:
         for _ in range(2):
-            said = json.loads(line_of(trainer))
-            assert (said["ok"], said["transports"], said["schemes"]) == (True, ["nccl"], ["nccl"])
-            assert fingerprint_of(engine) == said["published"]
-            assert trainer.stdin is not None
-            trainer.stdin.write("\n")
-            trainer.stdin.flush()
-    finally:
-        end_of(trainer)
+            report = json.loads(trainer.line())
+            assert (report["ok"], report["transports"], report["schemes"]) == (True, ["nccl"], ["nccl"])
+            assert fingerprint_of(engine) == report["published"]
+            trainer.write()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.processes import ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,25 +16,15 @@ pytestmark = [
     pytest.mark.timeout(150),
 ]
 
-PROGRAM = Path(__file__).with_name("packed_broadcast_rank.py")
-
 
 def _play(how: str) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(port), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for rank in (0, 1)
-    ]
-    try:
-        second = ranks[1].communicate(timeout=120)[0]
-        first = ranks[0].communicate(timeout=60)[0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(10)
-    return [json.loads(text.splitlines()[-1]) for text in (first, second)]
+    with ranks(2, "tests.gpu.packed_broadcast_rank", port, how) as (first, second):
+        second.end(120)
+        first.end(60)
+    return [json.loads(process.printed.splitlines()[-1]) for process in (first, second)]
 
 
 @pytest.mark.parametrize("how", ["whole", "few"])

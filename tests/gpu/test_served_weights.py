@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from tests.gpu.engine_process import Model, fingerprint
-from tests.gpu.processes import Joined, change, end_of, far, fingerprint_of, told
+from tests.gpu.processes import Joined, change, far, fingerprint_of
 
 from weightsync import failpoints
 from weightsync.config import ClientSettings, Secret, ServerSettings
@@ -94,7 +94,7 @@ def test_a_late_engine_reads_the_parameters_of_another_when_the_trainer_is_gone(
     with run.seeding() as ended:
         late = run.process("late", "", delivery, transport, device="cuda:0")
         seeded = ended()
-    assert told(late, "wait 3") == "3"
+    assert late.ask("wait 3") == "3"
     assert fingerprint_of(late) == fingerprint_of(source) == expected
     assert (seeded.name, seeded.source, seeded.transports, seeded.verified) == ("late", "source", (transport,), "installed")
     assert seeded.delivery == ("streamed" if delivery == "streamed" else "direct")
@@ -109,7 +109,7 @@ def test_a_source_serves_the_next_version_and_parameters_that_moved(run: Run, tr
         change(trained, number)
         assert trainer.publish(number, timeout=30).ok
         late = run.process(f"late {number}", device="cuda:0")  # its trainer's memory may have changed since
-        assert told(late, f"wait {number}") == str(number)
+        assert late.ask(f"wait {number}") == str(number)
         assert fingerprint_of(late) == fingerprint(model) == fingerprint(trained)
 
 
@@ -122,7 +122,7 @@ def test_a_source_that_is_updated_while_it_is_read_is_noticed(
     source = run.process("source", "", delivery, transport, serve=True)
     assert trainer.publish(1, timeout=30).ok
     trainer.close()
-    while_read(lambda: told(source, "take"))
+    while_read(lambda: source.ask("take"))
     target = Model().to("cuda:0")
     with run.seeding() as ended:
         late = run.engine(ModuleAdapter(target), "late", transports=[transport], delivery=delivery)
@@ -147,7 +147,7 @@ def test_a_source_that_dies_while_it_is_read_is_replaced_by_another(
     run.process("b", "", "auto", transport, serve=True)
     assert trainer.publish(1, timeout=30).ok
     trainer.close()
-    while_read(lambda: end_of(dying))
+    while_read(dying.close)
     target = Model().to("cuda:0")
     with run.seeding() as ended:
         late = run.engine(ModuleAdapter(target), "late", transports=[transport])

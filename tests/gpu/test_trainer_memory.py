@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
+from tests.processes import ChildProcess
 from torch import nn
 
 from weightsync.config import ServerSettings
@@ -46,12 +45,8 @@ def test_the_memory_of_a_trainer_that_was_killed_is_free_and_the_next_one_publis
     ):
         before = free()
         for number in (1, 2):
-            command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(WIDTH), server.url, server.token, str(number)]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
-                assert trainer.stdout is not None
-                assert "cuda_ipc" in trainer.stdout.readline()
-                trainer.kill()
-                trainer.wait(10)
+            with ChildProcess("-W", "ignore", "-c", TRAINER, WIDTH, server.url, server.token, number) as trainer:
+                assert "cuda_ipc" in trainer.line()
             assert before - free() > NBYTES // 2, "mapped: else this tests nothing"
             deadline = time.monotonic() + 30
             while before - free() > NBYTES // 2 and time.monotonic() < deadline:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests.integration.server.service_support import free_port
+from tests.processes import ChildProcess
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -27,7 +27,6 @@ from weightsync.server.server import BackgroundServer
 
 __all__ = ["FailingAdapter", "PolicyRun"]
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
@@ -73,42 +72,31 @@ class PolicyRun:
         url, token = self.coordinator.url, self.coordinator.token
         return self._owned.enter_context(weightsync.Engine(kind(model), replica=name, coordinator=url, token=token)), model
 
-    def serve_elsewhere(self, name: str) -> subprocess.Popen[bytes]:
-        """An engine in a process of its own."""
-        return self.run(["-m", __name__, str(self.folder), name], name)
+    def serve_elsewhere(self, name: str) -> ChildProcess:
+        """An engine in a separate process."""
+        return self.run("-m", __name__, self.folder, name)
 
-    def start(self, *arguments: object, **variables: str) -> list[subprocess.Popen[bytes]]:
+    def start(self, *arguments: object, **variables: str) -> list[ChildProcess]:
         """Start the trainer's ranks."""
         port = free_port()
         return [
             self.run(
-                [f"tests/integration/{self._program}", str(self.folder), *map(str, arguments)],
-                f"rank{rank}",
+                f"tests/integration/{self._program}", self.folder, *arguments,
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), HF_HUB_OFFLINE="1", **variables,
             )
             for rank in range(RANKS)
         ]  # fmt: skip
 
-    def run(self, command: Sequence[str], name: str, **variables: str) -> subprocess.Popen[bytes]:
+    def run(self, *command: object, **variables: str) -> ChildProcess:
         """Start a process that knows the coordinator. It is killed when the run is over."""
-        environment = os.environ | variables | {
-            "WEIGHTSYNC_COORDINATOR": self.coordinator.url, "WEIGHTSYNC_TOKEN": str(self.coordinator.token),
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        }  # fmt: skip
-        with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-            )
-        self._owned.callback(_end, process)
-        return process
+        environment = variables | {"WEIGHTSYNC_COORDINATOR": self.coordinator.url, "WEIGHTSYNC_TOKEN": self.coordinator.token}
+        return self._owned.enter_context(ChildProcess(*command, stderr=subprocess.STDOUT, environment=environment))
 
-    def report(self, processes: Sequence[subprocess.Popen[bytes]], rank: int, seconds: float = _SECONDS) -> dict[str, Any]:
+    def report(self, processes: Sequence[ChildProcess], rank: int, seconds: float = _SECONDS) -> dict[str, Any]:
         """What ``rank`` wrote down, which must end well."""
-        status = processes[rank].wait(seconds)
-        assert status == 0, "".join(
-            f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in self.folder.glob("rank*.log")
-        )
+        status = processes[rank].exit_code(seconds)
+        assert status == 0, "".join(f"rank {rank}:\n{process.printed[-4000:]}" for rank, process in enumerate(processes))
         report: dict[str, Any] = json.loads((self.folder / f"rank{rank}.json").read_text())
         return report
 
@@ -130,11 +118,6 @@ class PolicyRun:
 def _load(folder: Path) -> torch.nn.Module:
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return model
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate(timeout=10)
 
 
 def main(folder: str, name: str) -> None:

@@ -89,11 +89,12 @@ def test_engines_hold_the_policys_model_after_each_update(run: PolicyRun, zero: 
 
 
 def test_openrlhfs_rollout_actor_with_a_real_vllm_holds_the_policys_model(run: PolicyRun) -> None:
-    rollout = run.run(["tests/integration/openrlhf/openrlhf_rollout.py", str(run.folder)], "rollout", **ON_A_CPU)
+    rollout = run.run("tests/integration/openrlhf/openrlhf_rollout.py", run.folder, **ON_A_CPU)
     for report in run.train(1, 2, 2):
         [(_, number, verified)] = report["replicas"]
         assert (number, verified) == (1, "received")
-    rollout.communicate(b"\n", timeout=90)
+    rollout.write()
+    rollout.end(90)
     published, held = load_file(run.folder / "published.safetensors"), load_file(run.folder / "held.safetensors")
     biases = [published[f"model.layers.1.self_attn.{which}_proj.bias"] for which in "qkv"]
     assert torch.equal(held.pop("model.layers.1.self_attn.qkv_proj.bias"), torch.cat(biases))

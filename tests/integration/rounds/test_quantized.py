@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +12,7 @@ import pytest
 import torch
 from tests.integration.rounds.quantized_ranks import FORMATS, model, values
 from tests.integration.rounds.test_rounds import Joined
+from tests.processes import ranks
 from tests.unit.tensors.quantized_references import NAMES, reference
 from torch import nn
 
@@ -24,8 +22,6 @@ from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, ManifestMismatch
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.stream import Stream
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -256,22 +252,9 @@ def test_two_ranks_whose_shards_cut_blocks(joined: Joined, tmp_path: Path) -> No
     target = Served(expected(1))
     adapter = ModuleAdapter(target)
     joined.engine(adapter)
-    processes = []
-    with ExitStack() as owned:
-        for rank in range(2):
-            command = [sys.executable, "-m", "tests.integration.rounds.quantized_ranks", str(rank), str(tmp_path / "store")]
-            process = subprocess.Popen(
-                [*command, joined.server.url],
-                cwd=ROOT,
-                env={**os.environ, "WEIGHTSYNC_TOKEN": joined.server.token, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            owned.callback(process.wait, 30)
-            owned.callback(process.communicate, "\n", 30)
-            processes.append(process)
-        outcomes = [json.loads(process.stdout.readline()) for process in processes]  # type: ignore[union-attr]
+    arguments = ("tests.integration.rounds.quantized_ranks", tmp_path / "store", joined.server.url)
+    with ranks(2, *arguments, environment={"WEIGHTSYNC_TOKEN": joined.server.token}) as processes:
+        outcomes = [json.loads(process.line(120)) for process in processes]
         for first, second, third, fourth, fifth in outcomes:
             assert (first, second, fifth) == ("1", "2", "5")
             assert "0.weight holds Inf or NaN" in third
@@ -280,15 +263,12 @@ def test_two_ranks_whose_shards_cut_blocks(joined: Joined, tmp_path: Path) -> No
             assert version is not None
             assert version.number == 5
             assert_serves(target, expected(5))
+        assert [process.end(30) for process in reversed(processes)] == [0, 0]
 
 
 @pytest.mark.timeout(180)
 def test_ranks_meet_again_after_a_version_of_which_one_never_heard(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.rounds.maxima_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outcomes = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    with ranks(2, "tests.integration.rounds.maxima_ranks", tmp_path / "store") as processes:
+        outcomes = [json.loads(process.output(120)) for process in processes]
     both: dict[str, float | str] = {"1": 1.0, "3": 3.0, "4": 4.0, "6": 6.0, "8": "Placed", "10": "Placed"}
     assert outcomes == [{**both, "5": "Aborted", "7": "Aborted"}, {**both, "9": "Aborted"}]

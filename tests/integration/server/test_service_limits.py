@@ -8,8 +8,6 @@ import logging
 import socket
 import statistics
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.integration.server.service_support import Agent, RawAgent, engine_hello, fast, frame, joined, pump, trainer_hello
+from tests.processes import ChildProcess
 
 from weightsync.config import ClientSettings, Limits, ServerSettings
 from weightsync.coordinator.coordinator import Coordinator
@@ -268,17 +267,6 @@ print(made)
 """
 
 
-@contextlib.contextmanager
-def flooded(server: BackgroundServer, seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """A stranger's process that opens connections and asks with a wrong token as fast as it can."""
-    command = [sys.executable, "-c", FLOOD, server.address.host, str(server.address.port), str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            yield child
-        finally:
-            child.wait(seconds + 10)
-
-
 def test_rounds_go_on_under_a_flood(server: BackgroundServer, tmp_path: Path) -> None:
     numbers = iter(range(1, 1000))
 
@@ -296,11 +284,10 @@ def test_rounds_go_on_under_a_flood(server: BackgroundServer, tmp_path: Path) ->
     with joined(settings, engine_hello("a")) as engine, joined(settings, trainer_hello()) as trainer:
         rounds(trainer, 3)
         quiet = rounds(trainer, 15)
-        with flooded(server, 3.0) as flood:
+        with ChildProcess("-c", FLOOD, server.address.host, server.address.port, 3.0) as flood:
             threading.Event().wait(0.5)
             loud = rounds(trainer, 15)
-            assert flood.stdout is not None
-            made = int(flood.stdout.readline())
+            made = int(flood.output())
         assert engine.link.connected
         assert trainer.link.connected
         assert engine.losses.empty()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from tests.integration.server.service_support import (
     obey,
     trainer_hello,
 )
+from tests.processes import ChildProcess
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.coordinator.events import Left
@@ -49,19 +47,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 
 
 @contextmanager
-def process(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], Address]]:
-    """A coordinator in a process of its own, to be killed or stopped."""
-    command = [sys.executable, "-m", "weightsync", "serve", "--port", str(port), "--run", "run"]
-    environment = {**os.environ, "WEIGHTSYNC_HEARTBEAT": "0.3", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as child:
-        try:
-            assert child.stdout is not None
-            found = re.search(r"http://\S+", child.stdout.readline())
-            assert found
-            yield child, Address.parse(found.group())
-        finally:
-            child.send_signal(signal.SIGCONT)
-            child.kill()
+def process(port: int = 0) -> Iterator[tuple[ChildProcess, Address]]:
+    """A coordinator in a separate process, to be killed or stopped."""
+    with ChildProcess(
+        "-m", "weightsync", "serve", "--port", port, "--run", "run", environment={"WEIGHTSYNC_HEARTBEAT": "0.3"}
+    ) as child:
+        address = re.search(r"http://\S+", child.line())
+        assert address
+        yield child, Address.parse(address.group())
 
 
 # Losing each other.
@@ -207,9 +200,7 @@ def test_signals_end_the_process_in_order(runtime: None, number: signal.Signals)
     with process() as (child, address), joined(fast(address), engine_hello()) as agent:
         child.send_signal(number)
         assert "shutting down" in agent.losses.get(timeout=5)
-        assert child.wait(10) == 0
-        assert child.stdout is not None
-        assert "stopped" in child.stdout.read()
+        assert "stopped" in child.output(10)
 
 
 def test_an_agent_that_answers_no_ping_is_lost(server: BackgroundServer, settings: ClientSettings) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tests.integration.server.service_support import Agent, engine_hello, joined
+from tests.processes import ChildProcess
 from typer.testing import CliRunner
 
 from weightsync.cli.main import app
@@ -99,32 +97,17 @@ def test_plain_http_and_old_tls_are_not_spoken(tls: ServerSettings, files: Files
 
 
 def test_the_command_line_serves_and_asks_over_tls(files: Files) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "weightsync",
-        "serve",
-        "--port",
-        "0",
-        "--tls-cert",
-        str(files.certificate),
-        "--tls-key",
-        str(files.key),
-    ]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as child:
-        try:
-            assert child.stdout is not None
-            found = re.search(r"https://\S+", child.stdout.readline())
-            assert found
-            asked = CliRunner().invoke(app, ["status", "-c", found.group(), "--ca-file", str(files.authority), "--json"])
-            assert asked.exit_code == 0, asked.output
-            refused = CliRunner().invoke(app, ["status", "-c", found.group(), "--json"])
-            assert refused.exit_code != 0
-            assert "certificate" in refused.output
-        finally:
-            child.send_signal(signal.SIGTERM)
-            child.wait(15)
+    command = ("-m", "weightsync", "serve", "--port", 0, "--tls-cert", files.certificate, "--tls-key", files.key)
+    with ChildProcess(*command) as child:
+        address = re.search(r"https://\S+", child.line())
+        assert address
+        asked = CliRunner().invoke(app, ["status", "-c", address.group(), "--ca-file", str(files.authority), "--json"])
+        assert asked.exit_code == 0, asked.output
+        refused = CliRunner().invoke(app, ["status", "-c", address.group(), "--json"])
+        assert refused.exit_code != 0
+        assert "certificate" in refused.output
+        child.send_signal(signal.SIGTERM)
+        child.exit_code(15)
 
 
 @pytest.mark.parametrize("given", [["--tls-cert", "CERT"], ["--tls-key", "KEY"], ["--tls-cert", "missing.pem", "--tls-key", "KEY"]])
@@ -136,15 +119,12 @@ def test_half_of_it_is_a_clear_error(files: Files, given: list[str]) -> None:
 
 
 def test_an_open_address_without_tls_says_that_nothing_is_encrypted(runtime: None) -> None:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "WEIGHTSYNC_TOKEN": "given-on-purpose-0123456789abcdef"}
-    command = [sys.executable, "-m", "weightsync", "serve", "--port", "0", "--host", "0.0.0.0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as child:
-        try:
-            assert child.stdout is not None
-            said = "".join(child.stdout.readline() for _ in range(2))
-        finally:
-            child.send_signal(signal.SIGTERM)
-            child.wait(15)
-    assert "not encrypted" in said
-    assert "--tls-cert" in said
-    assert "given-on-purpose-0123456789abcdef" not in said
+    token = "given-on-purpose-0123456789abcdef"
+    command = ("-m", "weightsync", "serve", "--port", 0, "--host", "0.0.0.0")
+    with ChildProcess(*command, environment={"WEIGHTSYNC_TOKEN": token}) as child:
+        lines = child.line() + child.line()
+        child.send_signal(signal.SIGTERM)
+        child.exit_code(15)
+    assert "not encrypted" in lines
+    assert "--tls-cert" in lines
+    assert token not in child.printed

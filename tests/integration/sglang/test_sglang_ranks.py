@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.integration.sglang.sglang_scheduler import (
     random_weights,
     use_environment,
 )
+from tests.processes import ranks
 
 from weightsync.config import ServerSettings
 from weightsync.server.server import BackgroundServer
@@ -35,7 +34,6 @@ pytestmark = [
 ]  # fmt: skip
 
 Settings = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[3]
 
 
 OVERLAPPED: Settings = {"disable_overlap_schedule": False}
@@ -74,22 +72,13 @@ def test_two_ranks_update_and_keep_a_request_that_runs(
     arguments.resolve_once()
     sockets = json.dumps(dataclasses.asdict(PortArgs.init_new(arguments)))
     with BackgroundServer(ServerSettings.load({}, port=0, pause_mode="keep")) as server:
-        environment = os.environ | {
+        environment = {
             "WEIGHTSYNC_COORDINATOR": server.url, "WEIGHTSYNC_TOKEN": server.token, "WEIGHTSYNC_DELIVERY": delivery,
             "SGLANG_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}",
         }  # fmt: skip
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.sglang.sglang_rank", str(rank), directory, sockets, json.dumps(settings)],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            outputs = [rank.communicate(timeout=300.0)[0].splitlines() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+        program = ("tests.integration.sglang.sglang_rank", directory, sockets, json.dumps(settings))
+        with ranks(2, *program, environment=environment) as processes:
+            outputs = [process.output(300).splitlines() for process in processes]
     assert [json.loads(lines[-1]) for lines in outputs] == [[rows, 0] for rows in padding]
     results = json.loads(outputs[0][-2])
     state = load_file(f"{directory}/model.safetensors")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from tests.integration.server.service_support import free_port
 from tests.integration.verl.verl_cluster import OPTION, Run, cluster
+from tests.processes import ChildProcess
 
 from weightsync.errors import DeadlineExceeded, RoundFailed, WeightSyncError
 
@@ -39,21 +38,16 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.process: subprocess.Popen[str] | None = None
+        self.process: ChildProcess | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "weightsync", "serve", "--port", str(self.port), "--run", "faults"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if str(self.port) in line:
-                return
-        raise AssertionError("the coordinator did not start")
+        self.process = ChildProcess("-m", "weightsync", "serve", "--port", self.port, "--run", "faults")
+        while str(self.port) not in self.process.line():
+            continue
 
     def kill(self) -> None:
         if self.process is not None:
-            self.process.kill()
-            self.process.communicate(timeout=10)
+            self.process.close()
 
 
 @pytest.fixture(scope="module")

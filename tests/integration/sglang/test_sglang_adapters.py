@@ -77,7 +77,7 @@ class Process(Closeable):
                 self._answers[number].set_result(result)
 
     def wait_until_ready(self) -> None:
-        assert self._ready.wait(SECONDS)
+        assert self._ready.wait(2 * SECONDS)  # of which SGLang's imports take most where processors are shared
 
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
         assert self._process.stdin is not None

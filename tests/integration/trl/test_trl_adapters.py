@@ -188,6 +188,17 @@ def test_an_adapter_with_other_parts_is_merged(
     assert len(told(caplog)) == 1
 
 
+def test_a_trainer_that_is_not_known_may_have_requests_that_name_the_base(
+    rollout: RolloutServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        server.publisher.publish(server.generation)
+        assert server.asks == "tiny" and replica.agrees(model, None)
+        server.publisher.close()
+    assert "a method of TRL's trainer has to ask" in told(caplog)[0]
+
+
 def test_merging_stays_an_option(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
     with coordinator() as running, (replica := Replica(running, rollout)).joined:
         server = Server(running, rollout.url, model := trained(2), merge=True)
@@ -246,6 +257,23 @@ def test_versions_of_an_earlier_run_leave_their_slots(rollout: RolloutServer) ->
             assert sorted(replica.engine.loras()) == ["trl/second@1", "trl/second@2"]
             assert replica.agrees(model, "trl/second")
             server.publisher.close()
+
+
+def test_versions_of_other_names_need_slots_too(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise an update in the middle of a training found no free slot."""
+    with coordinator() as running, (replica := Replica(running, rollout, slots=4)).joined:
+        rollout.config = {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 4}}
+        first = Server(running, rollout.url, model := trained(2), adapter="alice/math")
+        for _ in range(2):
+            first.update()
+        first.publisher.close()
+        second = Server(running, rollout.url, model, adapter="alice/code")
+        assert second.update().version.run == "math"
+        assert re.search("--max-cpu-loras 4, and holds 2 of others.*--max-cpu-loras 5", told(caplog)[0])
+        second.publisher.close()
+        again = Server(running, rollout.url, model, adapter="alice/math")
+        assert str(again.update().version) == "alice/math@2" and replica.agrees(model, "alice/math")
+        again.publisher.close()
 
 
 @pytest.mark.parametrize("give", ["argument", "variable"])

@@ -39,11 +39,11 @@ class Oracle:
         self.updates: list[dict[str, Any]] = []
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
-    def served(self) -> list[torch.Tensor]:
+    def served(self, model: str = "") -> list[torch.Tensor]:
         """The server's log-probability of each token of each prompt but the first."""
         found = []
         for prompt in PROMPTS:
-            wish = {"model": self.directory, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+            wish = {"model": model or self.directory, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             answer = self.http.post("/v1/completions", json=wish).raise_for_status().json()
             rows = answer["choices"][0]["prompt_logprobs"]
             found.append(torch.tensor([row[str(token)]["logprob"] for row, token in zip(rows[1:], prompt[1:], strict=True)]))
@@ -122,7 +122,7 @@ class Oracle:
         self.updates.append(
             {
                 "equal": served == expected,
-                "served": served,
+                "served": [round(value, 4) for scores in self.served(name) for value in scores.tolist()],
                 "answering": sorted(answering),
                 "label": str(result.version),
                 "base": self.http.get("/weight_info").json()["weight_version"],

@@ -83,10 +83,9 @@ class LoraPublisher:
         """On rank 0 the adapter's name, and one of its ranks after a newline; or only why it is merged."""
         if self._server is None:
             return ""
-        if why := _why_merged(model, self._server, trainer):
-            return why.replace("\n", " ")
         run = re.sub(r"[^A-Za-z0-9._-]", "-", self._options.check())[:64].lstrip("._-")
-        return f"{self._options.adapter or _OWNER + (run or 'policy')}\n{uuid.uuid4().hex}"
+        name = self._options.adapter or _OWNER + (run or "policy")
+        return _why_merged(model, name, self._server, trainer).replace("\n", " ") or f"{name}\n{uuid.uuid4().hex}"
 
     def _joined(self, model: Any, source: str) -> Adapters:  # noqa: ANN401 - PEFT's
         """Publish the base, unless it is quantized: then its bytes are not the checkpoint's, which the server has loaded."""
@@ -119,25 +118,28 @@ class LoraPublisher:
             tell(_log, f"{MERGING} {why}")
 
 
-def _why_merged(model: Any, server: RolloutServer, trainer: Any) -> str:  # noqa: ANN401 - PEFT's and TRL's
+def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> str:  # noqa: ANN401 - PEFT's and TRL's
     """Why the adapter cannot be published alone, and what to do; empty if it can."""
     names, worker = model.active_adapters, getattr(trainer, "rollout_worker", None)
     if len(names) != 1 or model.peft_config[names[0]].peft_type != "LORA":
         return f"a single adapter of LoRA can be served, and the model's active ones are {', '.join(names)}"
+    if trainer is None:
+        return "a method of TRL's trainer has to ask for the first update"
     if (worker is not None and "model_name" not in getattr(worker, "_loop_kwargs", {})) or any(
         getattr(trainer, name, None) for name in ("rollout_func", "use_teacher_server")
     ):
         return "a rollout_worker or rollout_func of your own, or a teacher on the same server, names the base in its requests"
     try:
-        rank, config = adapter_of(model, names[0], None, False)[1].rank, server.config()
+        rank, config, labels = adapter_of(model, names[0], None, False)[1].rank, server.config(), server.labels()
     except ConfigurationError as error:
         return str(error)
     lora = config.get("lora_config") or {"max_lora_rank": 0, "max_cpu_loras": 0}
-    slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0)
+    others = {label for label in labels if "@" in label and not label.startswith((f"{name}@", _OWNER))}
+    slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0) + len(others)
     if lora["max_lora_rank"] >= rank and lora["max_cpu_loras"] >= slots:
         several = (config.get("parallel_config") or {}).get("data_parallel_size", 1) > 1
         return "adapters were not tested with --data-parallel-size" if several else ""
-    has = f"with --max-lora-rank {lora['max_lora_rank']} --max-cpu-loras {lora['max_cpu_loras']}"
+    has = f"with --max-lora-rank {lora['max_lora_rank']} --max-cpu-loras {lora['max_cpu_loras']}, and holds {len(others)} of others"
     return (
         f"the vLLM server was started {has if lora['max_lora_rank'] else 'without --enable-lora'}. To send the adapter alone, "
         f"start it with --enable-lora --max-lora-rank {max(8, 1 << (rank - 1).bit_length())} --max-cpu-loras {slots}"

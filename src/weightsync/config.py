@@ -568,6 +568,7 @@ VARIABLES = {
     "WEIGHTSYNC_DELIVERY": Variable("vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if possible.", "``auto``"),
     "WEIGHTSYNC_DRAFT_PREFIX": Variable("vLLM", "Prefix of the names of a speculative decoder's tensors."),
     "WEIGHTSYNC_UPDATE_NETWORKS": Variable("vLLM", "Networks where updates from outside may meet, separated by commas.", "any"),
+    "WEIGHTSYNC_ADAPTER": Variable("TRL's trainers", "``owner/name`` under which an adapter is published.", "``trl/RUN``"),
     "RANK": Variable("trainers, engines", "Rank of this process, as torchrun sets it. Needs ``WORLD_SIZE``.", "torch, Slurm, or 0"),
     "WORLD_SIZE": Variable("trainers, engines", "Number of ranks, as torchrun sets it. Needs ``RANK``.", "torch, Slurm, or 1"),
     "SLURM_STEP_ID": Variable("trainers, engines", "Set by srun: the two variables below count."),

@@ -116,6 +116,7 @@ class _Adapter(EngineAdapter):
     """Adapter with parameters, and a loader that copies this rank's parts of whole tensors into them."""
 
     name = "bench"
+    follows = True  # the same list each time: they never move
 
     def __init__(self, manifest: Manifest, layout: Layout, device: int) -> None:
         self.times: dict[str, float] = {}

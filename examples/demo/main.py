@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -251,6 +252,12 @@ class _Demo:
         self.view.headline(f"checking {len(traffic.responses)} responses against {len(self.record.results)} checkpoints")
         self.findings = await self._check(traffic, self.supervisor.directory)
 
+    def _note_memory(self) -> None:
+        if sys.platform == "linux":
+            processes = [self.family.children[name].process.pid for name in self.supervisor.replicas]
+            pages = sum(int(Path(f"/proc/{process}/statm").read_text().split()[1]) for process in processes)
+            self.record.resident.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
+
     async def _publish_all(self, traffic: Traffic | None) -> None:
         """Each version when its checkpoint is there and the last one's probes were answered."""
         victims = dict(enumerate(KILLED, start=2)) if self.settings.kill else {}
@@ -261,6 +268,8 @@ class _Demo:
                 for _ in range(self.settings.adapters):
                     await self._adapted.get()
                 await traffic.probe_adapters()
+                if self.settings.adapters:
+                    self._note_memory()
         if traffic is None:
             self._go_on()
 

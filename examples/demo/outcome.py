@@ -71,6 +71,8 @@ class AdaptersOutcome(msgspec.Struct, frozen=True):
     failed_requests: int
     """Requests that failed, with an adapter or without."""
     longest_publish_ms: float
+    resident_mib: tuple[int, ...]
+    """Memory of all replicas together, in units of 1024² bytes, after each version of the base and of all adapters. Linux only."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -146,6 +148,8 @@ class Record:
     """Replicas, and digests of what they served at any time."""
     adapters: list[Adapted] = field(default_factory=list)
     """Versions of adapters that were published."""
+    resident: list[int] = field(default_factory=list)
+    """See :class:`AdaptersOutcome`."""
     kills: list[Kill] = field(default_factory=list)
     interrupted: int = 0
     """Requests that were running in a replica when it was killed."""
@@ -228,6 +232,7 @@ def outcome_of(settings: Settings, replicas: Sequence[str], record: Record, find
         wrong_answers=0 if findings is None else sum(bool(response.asked) for response, _ in findings.wrong),
         failed_requests=sum(record.failures.values()),
         longest_publish_ms=round(1e3 * max((adapted.seconds for adapted in record.adapters), default=0.0), 3),
+        resident_mib=tuple(record.resident),
     )
     return Outcome(
         ok=not record.wrong,

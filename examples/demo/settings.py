@@ -28,7 +28,7 @@ KILLED = ("replica", "trainer", "coordinator")
 RATE = 4e-3
 """The learning rate, unless another one is given."""
 
-_MOST_ADAPTERS = 16
+_MOST_ADAPTERS = 100
 _MOST = {"trainer_ranks": 16, "replicas": 16, "versions": 1000, "steps": 10_000, "engine_tp": 8}
 
 

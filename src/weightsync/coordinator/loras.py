@@ -83,8 +83,8 @@ class Loras:
         self._reported: dict[str, dict[str, int]] = {}
         """By replica, then by name: the highest number that its ranks reported when it was whole."""
         self._turns: defaultdict[str, ReplicaTurn] = defaultdict(ReplicaTurn)
-        self._lacking: defaultdict[str, set[str]] = defaultdict(set)
-        """By tenant: names of which replicas lack the newest version. They are brought one by one, beside those of others."""
+        self._lacking: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        """By tenant and replica: names of which it lacks the newest version. It gets them one by one."""
         self._places = asyncio.Semaphore(_DELIVERIES)
         self._withdrawn = set[tuple[str, str]]()
         """Replicas and labels that a rank dropped by itself, perhaps before all ranks had registered them."""
@@ -153,13 +153,14 @@ class Loras:
         rest: defaultdict[str, list[int]] = defaultdict(list)
         for label, held in {label: held for report in reports for label, held in report.items()}.items():
             version = held.version
-            record = self._record(version.run, None)
-            other = record.publications.published.get(version.order, version) != version
+            published = self._record(version.run, None).publications.published.get(version.order, version)
+            served_here = (known[label].version for known in self._held.values() if label in known)
+            other = any(known != version for known in (published, *served_here))
             if not other and all(report.get(label) == held for report in reports):
                 served[label] = held
             else:
                 rest[version.run].append(version.number)
-                why = "was published with another digest" if other else "not all of its ranks have"
+                why = "others serve or got with another digest" if other else "not all of its ranks have"
                 _log.warning("replica %s drops %s, which %s", replica.name, label, why)
         held_here = [(held.version.run, held.version.number) for report in reports for held in report.values()]
         reported = self._reported[replica.name] = dict(held_here)
@@ -209,6 +210,7 @@ class Loras:
         """A rank of a replica is gone."""
         self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
         self._held.pop(replica, None)
+        self._turns.pop(replica, None)
         self._withdraw(replica)
 
     def _withdraw(self, replica: str) -> None:
@@ -384,11 +386,11 @@ class Loras:
         By default of all names.
         """
         for name in self._names if names is None else names:
-            if self._missing(name):
+            for replica in self._missing(name):
                 tenant = self._tenant(self._names[name].source)
-                if tenant not in self._lacking:
-                    self._spawn(self._bring_missing(tenant))
-                self._lacking[tenant].add(name)
+                if (tenant, replica.name) not in self._lacking:
+                    self._spawn(self._bring_missing(tenant, replica.name))
+                self._lacking[tenant, replica.name].add(name)
 
     def _missing(self, name: str) -> list[Replica]:
         record = self._names[name]
@@ -403,17 +405,17 @@ class Loras:
             if replica.complete and label not in self._held.get(replica.name, {}) and takes(replica, spec, late=True)
         ]
 
-    async def _bring_missing(self, tenant: str) -> None:
+    async def _bring_missing(self, tenant: str, replica: str) -> None:
         try:
-            while names := self._lacking[tenant]:
+            while names := self._lacking[tenant, replica]:
                 async with self._places:
-                    await self._bring(names.pop())
+                    await self._bring(names.pop(), replica)
         finally:
-            del self._lacking[tenant]
+            del self._lacking[tenant, replica]
 
-    async def _bring(self, name: str) -> None:
+    async def _bring(self, name: str, replica: str) -> None:
         record = self._names.get(name)
-        replicas = [] if record is None else self._missing(name)
+        replicas = [] if record is None else [lacking for lacking in self._missing(name) if lacking.name == replica]
         if record is None or record.spec is None or not replicas:
             return
         record.delivering += 1
@@ -423,7 +425,7 @@ class Loras:
             for missed in result.missed:
                 _log.warning("%s could not be brought to replica %s: %s", result.version, missed.name, missed.error)
         except WeightSyncError as error:
-            _log.warning("the newest version of %s could not be brought to late replicas: %s", name, readable(str(error)))
+            _log.warning("the newest version of %s could not be brought to replica %s: %s", name, replica, readable(str(error)))
         finally:
             record.delivering -= 1
             self._forget_unused(name)

@@ -31,6 +31,7 @@ from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.quantization import AllMax, ChooseFormats, QuantizedShards
 from weightsync.tensors.shards import DTypes, FollowedShards, Shard, ShardedState
 from weightsync.transports.base import LOOPBACK, Network, Transport
+from weightsync.transports.cuda.pinned import Pinned
 from weightsync.transports.cuda.region import OwnCudaRegion
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import own_address, reachable_address
@@ -169,6 +170,11 @@ class PublishedShards(Publication):
         self._region_address = region.address
         self.region = region
         self._placer = HostPublisher(self.manifest, self._shards, self.layout, region.address, self._write)
+        if (device := next((shard.tensor.device for shard in self._shards if shard.tensor.is_cuda), None)) is not None:
+            try:  # then the GPU writes to it as fast as its bus allows, five times as fast as else
+                owned.callback(Pinned(region.payload, device).close)
+            except TransportUnavailable as error:
+                _log.info("copying to this region will be slow: %s", error)
         self._publish(region, "host", owned)
 
     @property

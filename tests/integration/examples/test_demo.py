@@ -136,6 +136,8 @@ def test_every_answer_is_right(start: Callable[..., Run], more: list[str]) -> No
         assert (adapters["names"], adapters["versions"], adapters["wrong_answers"], adapters["failed_requests"]) == (2, 4, 0, 0)
         assert adapters["answers"] >= 8, "a probe of every version in every replica"
         assert adapters["longest_publish_ms"] > 0
+        assert len(adapters["resident_mib"]) == 2
+        assert min(adapters["resident_mib"]) > 100
         assert "tenant-1/style@2 serves in 2 replicas" in errors
     run.check_nothing_is_left()
 

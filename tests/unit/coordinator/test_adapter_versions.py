@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from msgspec import structs
 from tests.unit.coordinator.fakes import World
 from tests.unit.coordinator.lora_fakes import NAME, LonePublisher, LoraEngine
 from tests.virtual_time import virtual
@@ -111,6 +112,34 @@ async def test_a_replica_that_comes_back_with_other_bytes_during_the_publication
     await asyncio.sleep(5)
     assert str(result.version) == "alice/math@0"
     assert back[0].served == {"alice/math@0": result.version}
+
+
+@virtual
+async def test_replicas_that_report_other_bytes_under_one_label_do_not_both_serve_it() -> None:
+    """Neither was published by this coordinator, so it does not know which is right; a request must not depend on its replica."""
+    before, world = await published_before(), World()
+    first = LoraEngine(world, "r0", {"alice/math@0": before})
+    second = LoraEngine(world, "r1", {"alice/math@0": structs.replace(before, digest="0123456789abcdef")})
+    same = LoraEngine(world, "r2", {"alice/math@0": before})
+    await asyncio.sleep(5)
+    assert (first.known, second.known, same.known) == ({"alice/math@0"}, set(), {"alice/math@0"})
+
+
+@virtual
+async def test_a_late_replica_that_hangs_delays_no_other_late_one() -> None:
+    world = World()
+    LoraEngine(world, "r0")
+    for number in range(3):
+        await LonePublisher(world, str(number), limits="alice/*").publish(f"alice/{number}")
+
+    async def hang(body: Body) -> None:
+        if isinstance(body, RegisterLora):
+            await asyncio.sleep(3600)
+
+    LoraEngine(world, "r1", before=hang)
+    late = LoraEngine(world, "r2")
+    await asyncio.sleep(5)
+    assert len(late.served) == 3
 
 
 def refusing(kind: type, times: int) -> Callable[[Body], Awaitable[None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from weightsync.arrays import Bytes
 from weightsync.errors import TransportUnavailable
 
 _MAPPED_FOR_ALL = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_users: Counter[int] = Counter()
+"""By address. CUDA registers memory only once: a region is copied to by one user, and sent from by another."""
+_lock = threading.Lock()
 
 
 class Pinned:
@@ -24,17 +29,25 @@ class Pinned:
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if not memory.nbytes:
             return
-        with torch.cuda.device(device):
-            code = int(self._runtime.cudaHostRegister(self.address, memory.nbytes, _MAPPED_FOR_ALL))
+        with _lock, torch.cuda.device(device):
+            code = 0
+            if not _users[self.address]:
+                code = int(self._runtime.cudaHostRegister(self.address, memory.nbytes, _MAPPED_FOR_ALL))
+            if not code:
+                _users[self.address] += 1
+                self._memory = memory
         if code:
             raise TransportUnavailable(
                 f"{memory.nbytes:,} bytes of host memory cannot be read by {device} (CUDA error {code}): raise the limit of locked "
                 "memory (ulimit -l), or keep the trainer's shards on its GPU"
             )
-        self._memory = memory
 
     def close(self) -> None:
         """Let go of it. Nothing may be reading it. Safe twice."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._runtime.cudaHostUnregister(self.address)
+        with _lock:
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                _users[self.address] -= 1
+                if not _users[self.address]:
+                    del _users[self.address]
+                    self._runtime.cudaHostUnregister(self.address)

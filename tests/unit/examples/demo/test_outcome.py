@@ -203,6 +203,7 @@ def with_adapters() -> tuple[Record, Findings]:
         result = msgspec.structs.replace(record.results[1, number], version=Version("a/b", number, "", ""))
         record.adapters.append(Adapted(0.1 * number, result))
         findings.adapted.update((name, f"a/b@{number}") for name in NAMES)
+    record.resident[:] = [300, 301]
     return record, findings
 
 
@@ -225,6 +226,7 @@ def test_adapters_are_ok_if_every_version_was_published_and_answered_everywhere(
     assert outcome.ok
     assert msgspec.to_builtins(outcome.adapters) == {
         "names": 1, "versions": 2, "answers": 4, "wrong_answers": 0, "failed_requests": 0, "longest_publish_ms": 200.0,
+        "resident_mib": (300, 301),
     }  # fmt: skip
     for spoil in (_adapter_missing, _adapter_unanswered, _adapter_wrong):
         record, findings = with_adapters()
@@ -257,7 +259,7 @@ def test_settings_reach_every_process_as_json() -> None:
         ({"engine": "none"}, "transformers, vllm"),
         ({"engine_tp": 2}, "--engine vllm"),
         ({"timeout": 0.0}, "--timeout"),
-        ({"adapters": 17}, "--adapters must be from 0 to 16"),
+        ({"adapters": 101}, "--adapters must be from 0 to 100"),
         ({"adapters": 1, "trainer": "megatron"}, "--adapters needs"),
         ({"adapters": 1, "kill": True}, "--adapters goes without --kill"),
         ({"kill": True, "versions": 3}, "--versions 4"),

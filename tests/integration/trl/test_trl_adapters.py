@@ -59,7 +59,8 @@ class Replica:
 
     def answer(self, name: str | None) -> torch.Tensor:
         with self.engine.in_use(adapter=name), torch.no_grad():
-            return self.served(X)
+            answer: torch.Tensor = self.served(X)
+            return answer
 
     def agrees(self, model: Any, name: str | None) -> bool:
         with torch.no_grad():
@@ -134,7 +135,7 @@ def test_a_request_keeps_its_version_during_an_update(rollout: RolloutServer) ->
         server.publisher.close()
 
 
-NOT_SERVED = {
+NOT_SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no LoRA": (
         {"lora_config": None},
         {},
@@ -161,7 +162,7 @@ def test_where_the_server_cannot_the_adapter_is_merged_and_one_line_says_why(
         server = Server(running, rollout.url, model := trained(2, r=8 if case == "rank" else 3))
         vars(server.training).update(trainer)
         if case == "refused":
-            replica.engine.check_lora = refuse  # type: ignore[method-assign]
+            replica.engine.check_lora = refuse  # type: ignore[method-assign, assignment]
         for number in (1, 2):
             step(model)
             result = server.update()

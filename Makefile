@@ -214,7 +214,7 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 # tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
 # few long ones come last, and at the end one process has nothing to do.
 WORKERS ?= 3
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
 PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)

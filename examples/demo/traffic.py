@@ -20,6 +20,7 @@ from weightsync.protocol.messages import UNREADABLE
 __all__ = ["Traffic", "replica_names"]
 
 _IN_FLIGHT = 2
+_PROBES = 10  # of adapters at the same time; a replica admits a few dozen requests
 _BUDGET = 24  # tokens of one answer
 _PROBE_BUDGET = 16
 _HTTP_SECONDS = 90.0  # longer than a replica holds a request during a pause
@@ -127,9 +128,11 @@ class Traffic:
     async def probe_adapters(self) -> None:
         """Ask every replica a probe with the newest version of every adapter."""
         labels = [adapter_label(name, number) for name, number in self._adapters.items()]
-        await asyncio.gather(
-            *(self._ask(replica, self._probes[0], _PROBE_BUDGET, model=model) for replica in self._urls for model in labels)
-        )
+        for first in range(0, len(labels), _PROBES):
+            some = labels[first : first + _PROBES]
+            await asyncio.gather(
+                *(self._ask(replica, self._probes[0], _PROBE_BUDGET, model=model) for replica in self._urls for model in some)
+            )
 
     async def _ask(self, replica: str, prompt: str, budget: int, probe_of: Order | None = None, model: str = "") -> bool:
         wish: str | list[int] = prompt

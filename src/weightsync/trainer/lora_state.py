@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from weightsync.model.lora import PREFIX, LoraConfig, lora_modules
 from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name
 
 _MATRIX = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.([^.]+))?(?:\.weight)?")
+_STACKED = 256  # matrices whose numbers are looked at together
 _PART_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(\.|\Z)")
 
 State = Mapping[str, torch.Tensor] | ShardedState
@@ -103,8 +104,11 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def check_finite(shards: Sequence[Shard], what: str) -> None:
     """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite."""
-    # All in few launches, and one wait for the device: an adapter of experts has 18,000 matrices.
-    largest = torch.nn.utils.get_total_norm([shard.tensor for shard in shards], math.inf)
-    if not bool(largest.isfinite()):
+    alike = defaultdict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]](list)
+    for shard in shards:
+        alike[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape].append(shard.tensor)
+    # In few launches, because an adapter of experts has 18,000 matrices: one for each takes ten times as long.
+    parts = (same[first : first + _STACKED] for same in alike.values() for first in range(0, len(same), _STACKED))
+    if not all([torch.stack(part).isfinite().all() for part in parts]):
         wrong = [shard.name for shard in shards if not bool(torch.isfinite(shard.tensor).all())]
         raise ConfigurationError(f"{what} is not published: {wrong[0]} holds NaN or infinity")

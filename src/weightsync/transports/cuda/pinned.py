@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Pinned:
                 _users[self.address] += 1
                 self._memory = memory
         if code:
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)  # CUDA raises the error again in whatever is launched next
             raise TransportUnavailable(
                 f"{memory.nbytes:,} bytes of host memory cannot be read by {device} (CUDA error {code}): raise the limit of locked "
                 "memory (ulimit -l), or keep the trainer's shards on its GPU"

@@ -1,8 +1,7 @@
 """All settings of the coordinator and of those who talk to it. The only module that reads the environment.
 
 Frozen values, checked where they enter. A field ``round_deadline`` is read from ``WEIGHTSYNC_ROUND_DEADLINE`` unless the caller
-gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names the variable. The other variables are in
-:data:`VARIABLES`.
+gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names it. Other variables: :data:`VARIABLES`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """All settings of the coordinator and of those who talk to it. The only module that reads the environment.
 
 Frozen values, checked where they enter. A field ``round_deadline`` is read from ``WEIGHTSYNC_ROUND_DEADLINE`` unless the caller
-gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names the variable. The other variables are in
-:data:`VARIABLES`.
+gives it; a wrong value is a :class:`~weightsync.errors.ConfigurationError` that names it. Other variables: :data:`VARIABLES`.
 """
 
 from __future__ import annotations
@@ -333,6 +332,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where trainer ranks store versions, and engine ranks read them instead of there: a folder, or ``s3://bucket/prefix``."""
     store_keep: Count | None = None
     """Versions that the trainer leaves in the store, the newest ones; by default all."""
+    store_interval: Seconds = 10.0
+    """Seconds between two looks of ``weightsync relay`` at the store. After failures they are up to 60 s apart."""
     metrics_port: Port | None = None
     """Port on loopback where the process of rank 0 serves its metrics, with the token or ``WEIGHTSYNC_METRICS_TOKEN``. The process
     of rank N takes the port N above it; 0 takes a free one. By default no metrics are served."""
@@ -562,12 +563,13 @@ VARIABLES = {
     "WEIGHTSYNC_METRICS_TOKEN_FILE": Variable("coordinator, agents", "File with the token that admits to ``/metrics`` only."),
     "WEIGHTSYNC_ROUTER_TOKEN_FILE": Variable("coordinator", "File with the secret that routers ask for."),
     "WEIGHTSYNC_STORE_KEY_FILE": Variable("coordinator", "File with the private key that signs the run's stored versions."),
-    "WEIGHTSYNC_STORE_PUBLIC_KEY": Variable("``weightsync store``", "The run's public key, as ``weightsync store key`` prints it."),
+    "WEIGHTSYNC_STORE_PUBLIC_KEY": Variable("``store``, ``relay``", "The run's public key, as ``weightsync store key`` prints it."),
     "WEIGHTSYNC_REPLICA": Variable("engines", "Replica that this process is a rank of.", "vLLM and SGLang: host and process id"),
     "WEIGHTSYNC_REPLICA_URL": Variable("engines", "URL at which routers reach this replica, told to them by the coordinator."),
     "WEIGHTSYNC_DELIVERY": Variable("vLLM, SGLang", "``direct``, ``streamed``, or ``auto``: direct if possible.", "``auto``"),
     "WEIGHTSYNC_DRAFT_PREFIX": Variable("vLLM", "Prefix of the names of a speculative decoder's tensors."),
     "WEIGHTSYNC_UPDATE_NETWORKS": Variable("vLLM", "Networks where updates from outside may meet, separated by commas.", "any"),
+    "WEIGHTSYNC_ADAPTER": Variable("TRL's trainers", "``owner/name`` under which an adapter is published.", "``trl/RUN``"),
     "RANK": Variable("trainers, engines", "Rank of this process, as torchrun sets it. Needs ``WORLD_SIZE``.", "torch, Slurm, or 0"),
     "WORLD_SIZE": Variable("trainers, engines", "Number of ranks, as torchrun sets it. Needs ``RANK``.", "torch, Slurm, or 1"),
     "SLURM_STEP_ID": Variable("trainers, engines", "Set by srun: the two variables below count."),
@@ -582,8 +584,7 @@ VARIABLES = {
     "RAY_LOCAL_WORLD_SIZE": Variable("verl's rollout ranks", "Ranks of the rollout on this node, as verl sets it."),
     "VLLM_PLUGINS": Variable("frameworks' ranks", "Plugins that vLLM loads.", "all"),
 }
-"""Every variable that weightsync reads, beside the fields of :class:`ServerSettings`, :class:`Limits`, :class:`ClientSettings` and
-:class:`Timeouts`. Their documentation is generated from here."""
+"""Every variable that weightsync reads, beside the fields of the settings. Their documentation is generated from here."""
 
 _FIELDS = {variable_of(cls, field) for cls in (ServerSettings, Limits, ClientSettings, Timeouts) for field in cls.__struct_fields__}
 

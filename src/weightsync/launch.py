@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from weightsync.config import launched_place
 from weightsync.errors import ConfigurationError
+
+_MOST_BYTES = 8192
 
 
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -23,3 +26,18 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank {rank} is out of range for {world_size} ranks")
     return rank, world_size
+
+
+def from_rank_zero(text: str) -> str:
+    """Return what rank 0 of ``torch.distributed`` gave, on every rank; ``text`` itself if it is not initialized.
+
+    It travels as a tensor of at most 8192 bytes (an object broadcast would be a pickle).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return text
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    buffer = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device)
+    data = text.encode()[:_MOST_BYTES]
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode(errors="replace")

@@ -57,7 +57,11 @@ RELEASES = {
         "continue_generation flush_cache is_fully_idle record_weight_version_change",
         "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver": "_pull_raw_reqs",
         "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager": "resume_memory_occupation",
-        "sglang.srt.managers.tokenizer_manager:TokenizerManager": "init_request_dispatcher _update_weight_version_if_provided",
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": "init_request_dispatcher _update_weight_version_if_provided "
+        "_resolve_lora_path",
+        "sglang.srt.lora.lora:LoRAAdapter": "initialize_weights_from_tensors",
+        "sglang.srt.lora.lora_manager:LoRAManager": "unload_lora_adapter",
+        "sglang.srt.lora.lora_registry:LoRARegistry": "register unregister wait_for_unload get_all_adapters",
         "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater": "begin_weight_update end_weight_update",
     }}),
     "skyrl": Software("SkyRL", ("0.4",), {UPDATES: {

@@ -33,7 +33,8 @@ from weightsync.cli.options import (
     token_in,
 )
 from weightsync.cli.push import push
-from weightsync.cli.store import store_app
+from weightsync.cli.relay import relay
+from weightsync.cli.store import StoreCommand, store_app
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -366,6 +367,7 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
 
 add_bench_commands(app)
 app.command(cls=Command)(push)
+app.command(cls=StoreCommand)(relay)
 app.add_typer(store_app, name="store")
 
 

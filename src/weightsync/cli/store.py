@@ -34,16 +34,16 @@ class StoreCommand(Command):
 
 store_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode="markdown", help="Look after stored versions.")
 
-_Store = Annotated[str | None, setting("STORE", "A folder, or s3://bucket/prefix", None, "WHERE")]
-_Run = Annotated[str | None, typer.Option(help="Id of the run [default: the only one in the store].")]
+StoreUrl = Annotated[str | None, setting("STORE", "A folder, or s3://bucket/prefix", None, "WHERE")]
+OfRun = Annotated[str | None, typer.Option(help="Id of the run [default: the only one in the store].")]
 _PUBLIC = "The run's public key, as `weightsync store key` prints it where the coordinator runs"
-_Key = Annotated[str | None, setting("STORE_PUBLIC_KEY", _PUBLIC, "the key that this user's coordinator keeps", "TEXT")]
+PublicKey = Annotated[str | None, setting("STORE_PUBLIC_KEY", _PUBLIC, "the key that this user's coordinator keeps", "TEXT")]
 _Version = Annotated[str | None, typer.Argument(metavar="VERSION", help="`7`, or `RUN@7` [default: the newest].")]
 _Timeout = Annotated[float, typer.Option(help="Seconds for everything.")]
 _DAY = 86400.0
 
 
-class _Opened:
+class OpenedStore:
     """A store, a run in it, and the run's public key."""
 
     def __init__(self, where: str | None, run: str | None, key: str | None) -> None:
@@ -61,6 +61,7 @@ class _Opened:
         self.public, self.public_text = _public_key(self.run, key)
 
     def order(self, version: str | None) -> tuple[int, int]:
+        """Epoch and number of a version, by default of the newest. Raises :class:`ConfigurationError` if there is none."""
         from weightsync.model import parse_label
         from weightsync.store.catalog import orders
 
@@ -75,6 +76,7 @@ class _Opened:
         return parsed[1:]
 
     def load(self, order: tuple[int, int]) -> StoredVersion:
+        """See :func:`weightsync.store.catalog.load`."""
         from weightsync.store.catalog import load
 
         return load(self.store, self.run, order, self.public)
@@ -94,7 +96,7 @@ def _public_key(run: str, key: str | None) -> tuple[bytes, str]:
     )
 
 
-def _row(opened: _Opened, order: tuple[int, int]) -> dict[str, Any]:
+def _row(opened: OpenedStore, order: tuple[int, int]) -> dict[str, Any]:
     from weightsync.model import label_of
 
     row: dict[str, Any] = {"version": label_of(opened.run, *order)}
@@ -117,7 +119,7 @@ def _row(opened: _Opened, order: tuple[int, int]) -> dict[str, Any]:
 
 
 @store_app.command(cls=StoreCommand)
-def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
+def ls(store: StoreUrl = None, run: OfRun = None, key: PublicKey = None, json: Json = False) -> None:
     """List the versions of a run, and check their signatures.
 
     ```
@@ -130,7 +132,7 @@ def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = Fa
     from weightsync.protocol.round_log import size
     from weightsync.store.catalog import orders
 
-    opened = _Opened(store, run, key)
+    opened = OpenedStore(store, run, key)
     rows = [_row(opened, order) for order in orders(opened.store, opened.run)]
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -148,7 +150,9 @@ def ls(store: _Store = None, run: _Run = None, key: _Key = None, json: Json = Fa
 
 
 @store_app.command("show", cls=StoreCommand)
-def show_version(version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, json: Json = False) -> None:
+def show_version(
+    version: _Version = None, store: StoreUrl = None, run: OfRun = None, key: PublicKey = None, json: Json = False
+) -> None:
     """Show one version: its digest, and the objects that it needs.
 
     ```
@@ -158,7 +162,7 @@ def show_version(version: _Version = None, store: _Store = None, run: _Run = Non
     from weightsync.cli.tables import show, titled_table
     from weightsync.protocol.round_log import size
 
-    opened = _Opened(store, run, key)
+    opened = OpenedStore(store, run, key)
     stored = opened.load(opened.order(version))
     objects = [(number, item) for number, rank in enumerate(stored.stored.ranks) for item in rank.chain]
     listed = [{"rank": number, "path": item.path, "kind": item.kind, "bytes": item.nbytes} for number, item in objects]
@@ -173,7 +177,12 @@ def show_version(version: _Version = None, store: _Store = None, run: _Run = Non
 
 @store_app.command(cls=StoreCommand)
 def verify(
-    version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, timeout: _Timeout = _DAY, json: Json = False
+    version: _Version = None,
+    store: StoreUrl = None,
+    run: OfRun = None,
+    key: PublicKey = None,
+    timeout: _Timeout = _DAY,
+    json: Json = False,
 ) -> None:
     """Read a version and check all of it: signature, every object's SHA-256, and the digests of the tensors that it makes.
 
@@ -187,7 +196,7 @@ def verify(
     from weightsync.protocol.round_log import size
     from weightsync.store.restore import check_object, tensors_of
 
-    opened, deadline = _Opened(store, run, key), Deadline(timeout)
+    opened, deadline = OpenedStore(store, run, key), Deadline(timeout)
     stored = opened.load(opened.order(version))
     for item in stored.objects.values():
         deadline.remaining("verifying")
@@ -204,9 +213,9 @@ def verify(
 @store_app.command(cls=StoreCommand)
 def gc(
     keep: Annotated[int, typer.Option(min=1, help="Newest versions to keep.")],
-    store: _Store = None,
-    run: _Run = None,
-    key: _Key = None,
+    store: StoreUrl = None,
+    run: OfRun = None,
+    key: PublicKey = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Keep objects younger than so many seconds. Use 0 only if nothing writes.")
     ] = 3600.0,
@@ -223,7 +232,7 @@ def gc(
     from weightsync.protocol.round_log import size
     from weightsync.store.catalog import collect_garbage
 
-    opened = _Opened(store, run, key)
+    opened = OpenedStore(store, run, key)
     removed = collect_garbage(opened.store, opened.run, opened.public, keep, grace=grace, dry_run=dry_run)
     labels = [label_of(opened.run, *order) for order in removed.versions]
     verb = "would remove" if dry_run else "removed"
@@ -237,7 +246,7 @@ def gc(
 @store_app.command(cls=StoreCommand)
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
-    version: _Version = None, store: _Store = None, run: _Run = None, key: _Key = None, timeout: _Timeout = _DAY,
+    version: _Version = None, store: StoreUrl = None, run: OfRun = None, key: PublicKey = None, timeout: _Timeout = _DAY,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Write a version as a Hugging Face checkpoint: safetensors files and their index. Every tensor is verified first.
@@ -251,21 +260,21 @@ def export(
     from weightsync.deadline import Deadline
     from weightsync.store.restore import export as write
 
-    opened = _Opened(store, run, key)
+    opened = OpenedStore(store, run, key)
     stored = opened.load(opened.order(version))
     files = [str(path) for path in write(opened.store, stored, folder, Deadline(timeout))]
     _say({"version": str(stored.version), "files": files}, f"wrote version {stored.version} to {folder}: {len(files)} files", json)
 
 
 @store_app.command("key", cls=StoreCommand)
-def show_key(store: _Store = None, run: _Run = None, json: Json = False) -> None:
+def show_key(store: StoreUrl = None, run: OfRun = None, json: Json = False) -> None:
     """Print the public key of a run whose coordinator ran here as this user. It is no secret.
 
     ```
     weightsync store key --run my-run
     ```
     """
-    run = run or _Opened(store, None, None).run
+    run = run or OpenedStore(store, None, None).run
     text = _public_key(run, None)[1]
     _say({"run": run, "key": text}, text, json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable
 
 from msgspec import structs
@@ -30,7 +31,7 @@ from weightsync.protocol.messages import (
     ReplicaList,
     WaitForReplicas,
 )
-from weightsync.protocol.store_messages import ManifestStored, StorePart
+from weightsync.protocol.store_messages import ManifestStored, RelayFailing, StorePart
 
 TRAINER = "trainer"
 """Name under which trainer ranks connect. No replica may use it."""
@@ -187,6 +188,10 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
             return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
         if isinstance(body, ManifestStored) and isinstance(rank, TrainerRank):
             await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
+            return Done()
+        if isinstance(body, RelayFailing) and isinstance(rank, TrainerRank):
+            link = coordinator.link_of(rank.member)
+            link.failing = (readable(body.reason), link.failing[1] if link.failing else time.time()) if body.reason else None
             return Done()
         raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
 

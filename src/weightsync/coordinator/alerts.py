@@ -28,7 +28,7 @@ _SLOW_FACTOR, _SLOW_SECONDS = 3.0, 0.25
 
 
 def alerts_of(replicas: Sequence[ReplicaStatus], trainer: Sequence[RankStatus], past: PastRounds) -> tuple[Alert, ...]:
-    """List the problems, errors first. ``trainer`` are its lost ranks."""
+    """List the problems, errors first. ``trainer`` are its lost ranks, and those that are connected."""
     alerts = [*_of_trainer(trainer), *(alert for replica in replicas for alert in _of_replica(replica))]
     if past.failure is not None:
         number, error, ended = past.failure
@@ -45,8 +45,13 @@ def _alert(subject: str, kind: str, text: str, since: float, error: str = "", fi
     return Alert("error", subject, kind, text, fix, since, named, round)
 
 
-def _of_trainer(gone: Sequence[RankStatus]) -> Iterator[Alert]:
-    if gone:
+def _of_trainer(ranks: Sequence[RankStatus]) -> Iterator[Alert]:
+    for rank in ranks:
+        if rank.failing is not None and rank.ended is None:
+            reason, since = rank.failing
+            text = f"{rank.member} relays no newer version: {reason}"
+            yield _alert("trainer", "failed", text, since, fix="Look at the store, and at the relay's log. It goes on by itself.")
+    if gone := [rank for rank in ranks if rank.ended is not None]:
         text = f"{', '.join(rank.member for rank in gone)} {_GONE}. {_where(gone)}"
         since = min(rank.ended or 0.0 for rank in gone)
         yield _alert("trainer", "lost", text, since, fix="Restart the trainer. Replicas keep serving their version.")

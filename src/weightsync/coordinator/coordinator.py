@@ -319,10 +319,12 @@ class Coordinator:
             if self._seeding is not None:
                 self._seeding.cancel()
             async with self._serialize(deadline) as queued:
-                if (asked.epoch, asked.number) <= (last := self._publications.own):
+                order = asked.epoch, asked.number
+                if order < (last := self._publications.own) or (order == last and not asked.again):
                     raise VersionError(f"version {asked.number} cannot be published: the last one is {last[1]}. {REMEDY}")
                 await self.attendance.returned(self.settings.require, deadline.remaining("the round") / 4)
-                replicas, absent = self._members.taking_part(), [left_out(replica) for replica in self._members.left_out()]
+                known = self._publications.published.get(order) if asked.again else None
+                replicas, absent = self._members.taking_part(known), [left_out(other) for other in self._members.left_out(known)]
                 updated = self._wanted.intersection(replica.name for replica in replicas if replica.complete)
                 self._wanted -= updated
                 self._pause_mode = asked.pause_mode or self.settings.pause_mode
@@ -514,13 +516,14 @@ class Coordinator:
         current = self._publications.current(self._members.trainers)
         replicas = tuple(replica_status(replica, self._publications) for _, replica in sorted(self._members.replicas.items()))
         gone = tuple(rank for _, rank in sorted(self._members.gone_trainers.items()))
+        trainer = tuple(link.status() for _, link in sorted(self._members.trainers.items()))
         return Status(
             run=self.settings.run,
             last=self._publications.last,
             version=None if current is None else current.version,
             busy=self._lock.locked(),
             trainer_world_size=self._members.world_size,
-            trainer=tuple(link.status() for _, link in sorted(self._members.trainers.items())),
+            trainer=trainer,
             replicas=replicas,
             rounds=tuple(self.past.results),
             epoch=self._publications.epoch,
@@ -528,7 +531,7 @@ class Coordinator:
             started=self._started,
             trainer_expected=self._members.trainer_expected,
             trainer_gone=gone,
-            alerts=alerts_of(replicas, gone, self.past),
+            alerts=alerts_of(replicas, (*gone, *trainer), self.past),
             stored=None if self.stored.newest is None else self.stored.newest.version,
             adapters=self.loras.status(),
         )
@@ -552,6 +555,7 @@ class Coordinator:
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             slowest=self.past.traces[-1].slowest_by_phase if self.past.traces else {},
             stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
+            relay_failing=any(link.failing for link in self._members.trainers.values()),
             adapters=self.loras.status(),
         )
 

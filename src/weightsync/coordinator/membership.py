@@ -12,7 +12,7 @@ from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, know
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.status import RankStatus
 from weightsync.errors import AuthenticationError, ManifestMismatch, MembershipError
-from weightsync.model import Manifest
+from weightsync.model import Manifest, Version
 
 _SHOWN_MISSING = 16
 _REMEMBERED_LOST = 64  # replicas without any connection that status still shows
@@ -48,13 +48,14 @@ class Membership:
         """Number of trainer ranks; 0 while no trainer rank is connected."""
         return next((link.rank.hello.world_size for link in self.trainers.values()), 0)
 
-    def taking_part(self) -> list[Replica]:
-        """Replicas that a round updates: they match the trainer's manifest and have lost no rank."""
-        return [replica for replica in self.replicas.values() if replica.state != "lost" and replica.refusal is None]
+    def taking_part(self, served: Version | None = None) -> list[Replica]:
+        """Replicas that a round updates: they match the trainer's manifest, have lost no rank, and do not serve ``served``."""
+        matching = (replica for replica in self.replicas.values() if replica.state != "lost" and replica.refusal is None)
+        return [replica for replica in matching if served is None or replica.version != served]
 
-    def left_out(self) -> list[Replica]:
-        """Replicas that a round misses because they are lost or refused. Replicas that were closed on purpose are not missed."""
-        taken = set(self.taking_part())
+    def left_out(self, served: Version | None = None) -> list[Replica]:
+        """Replicas that such a round misses because they are lost or refused, or serve ``served``; none that has left."""
+        taken = set(self.taking_part(served))
         return [replica for replica in self.replicas.values() if replica not in taken and not replica.departed]
 
     def trainers_in_order(self) -> dict[str, RankHandle[TrainerRank]]:

@@ -55,6 +55,8 @@ class AgreedPublication:
     """The earliest of all ranks."""
     step: int | None = None
     pause_mode: PauseMode | None = None
+    again: bool = False
+    """Whether it may be the last version, with the same bytes."""
     calls: Mapping[str, int] = field(default_factory=dict)
     """The call of ``publish()`` by which each trainer rank asked, by member. A rank places for that call only: an interrupted one
     is over for its rank, even if it calls again at once."""
@@ -276,7 +278,7 @@ class PublishBarrier:
     def _enter(self, member: str, number: int | None, place: _Arrival) -> _Gathering:
         gathering = self._gathering
         try:
-            self._check_number(member, place.link, number)
+            self._check_number(member, place, number)
         except VersionError as refusal:
             if gathering is not None and gathering.number == number:  # a replica reported it after the others had asked
                 self._fail(gathering, refusal)
@@ -372,10 +374,11 @@ class PublishBarrier:
         self._fail(gathering, error)
         raise error
 
-    def _check_number(self, member: str, link: RankHandle[TrainerRank], number: int | None) -> None:
-        epoch = self.epochs.of(link.rank)
+    def _check_number(self, member: str, place: _Arrival, number: int | None) -> None:
+        epoch = self.epochs.of(place.link.rank)
         last = -1 if epoch is None else self._publications.highest_in(epoch)
-        if number is not None and number <= last:
+        again = place.asked.again and not self._adapter and (epoch, number) in self._publications.published
+        if number is not None and number <= last - again:
             what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
             raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
 
@@ -397,7 +400,8 @@ class PublishBarrier:
             if gathering.number is None:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
-            if not last < gathering.number <= _LAST_NUMBER:
+            again = all(place.asked.again for place in gathering.places.values())
+            if not last - again < gathering.number <= _LAST_NUMBER:
                 what = f"{self._adapter}@{gathering.number}" if self._adapter else f"version {gathering.number}"
                 raise VersionError(f"{what} cannot be published: the last one is {last}. {self._remedy}")
             _check_placed(gathering)
@@ -413,7 +417,7 @@ class PublishBarrier:
         step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
         mode = next(iter(gathering.places.values())).asked.pause_mode
         calls = {member: place.asked.call for member, place in gathering.places.items()}
-        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, calls))
+        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, again, calls))
         gathering.follow(started, self._publications.reserved)
 
     # Waiting, and giving up.

@@ -58,6 +58,8 @@ class RankHandle(Generic[R]):
         self.loras = {adapter_label(held.version.run, held.version.number): held for held in node.rank.hello.loras}
         """Versions of adapters that an engine rank is known to serve, by label."""
         self.drops = DropQueue(self)
+        self.failing: tuple[str, float] | None = None
+        """See :class:`~weightsync.coordinator.status.RankStatus`."""
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome
@@ -75,7 +77,7 @@ class RankHandle(Generic[R]):
     def status(self, ended: float | None = None) -> RankStatus:
         """Where the rank runs, for display."""
         hello = self.rank.hello
-        return RankStatus(self.member, hello.rank, hello.host.name, hello.pid, ended)
+        return RankStatus(self.member, hello.rank, hello.host.name, hello.pid, ended, self.failing)
 
     @property
     def credential(self) -> str:

@@ -128,14 +128,19 @@ class Report:
 
 
 def left_out(replica: Replica) -> ReplicaResult:
-    """Result of a replica that the round could not take in."""
-    error = replica.refusal
-    if replica.state == "lost" or error is None:
+    """Result of a replica that the round could not take in, or need not, because it serves the version."""
+    error, version = replica.refusal, replica.version
+    if replica.state == "lost" or (error is None and version is None):
         error = f"PeerLost: not connected ({replica.error})"
-    return ReplicaResult(
+    result = ReplicaResult(
         name=replica.name, state=replica.shown_state, version=None, digest=None, nbytes=0, delivery="", transports=(),
-        verified="", phases={}, paused_seconds=0.0, error=error, service=replica.shown_state,
+        verified="", phases={}, paused_seconds=0.0, error=error, service=SERVICE.get(replica.shown_state, replica.shown_state),
     )  # fmt: skip
+    if error is not None or version is None:
+        return result
+    return structs.replace(
+        result, version=version.number, digest=version.digest, epoch=version.epoch, verified=replica.verified, staleness=0
+    )
 
 
 def shortfall(require: Require, results: Sequence[ReplicaResult]) -> str | None:

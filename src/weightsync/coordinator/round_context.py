@@ -80,4 +80,5 @@ class RoundContext:
 
     def absent(self) -> list[ReplicaResult]:
         """Return the results of replicas that cannot take part, as they are at the end of the round."""
-        return [structs.replace(result, staleness=self.publications.behind(None)) for result in self.left_out]
+        behind = self.publications.behind(None)
+        return [structs.replace(result, staleness=behind) if result.error else result for result in self.left_out]

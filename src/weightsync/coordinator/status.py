@@ -39,6 +39,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Process id on ``host``."""
     ended: float | None = None
     """Time at which its connection ended, in seconds since the Unix epoch; ``None`` while it is connected."""
+    failing: tuple[str, float] | None = None
+    """Why a relay has no newer version, and since when, in seconds since the Unix epoch."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,5 +160,7 @@ class Gauges(msgspec.Struct, frozen=True):
     """Slowest rank of the last round by phase."""
     stored: int = -1
     """Number of the newest version in the store; -1 if none is known."""
+    relay_failing: bool = False
+    """Whether a relay has no newer version because it cannot read or publish it."""
     adapters: tuple[AdapterStatus, ...] = ()
     """As in :class:`Status`: by name, the newest version of each last."""

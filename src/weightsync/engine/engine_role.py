@@ -111,10 +111,12 @@ class EngineRole(SessionFront):
         self._served: ServedWeights | None = None
         self._staged: StagedChanges | None = None
         """What the next move applies, or the last one has applied."""
-        self._moved: tuple[str, Filled] | None = None
+        self._moved: tuple[str, Filled, DigestConstants] | None = None
         """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
-        self._installed: tuple[Version, str, Filled] | None = None
-        """What this rank serves, as it installed it: the base of changes."""
+        self._installed: tuple[Version, str, Filled, DigestConstants] | None = None
+        """What this rank serves, as it installed it: the base of changes, and what it is compared with."""
+        self._freed: DirectFiller | None = None
+        """Reads parameters again while no filler is prepared: the trainer is gone."""
         self._report = report
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
@@ -242,7 +244,7 @@ class EngineRole(SessionFront):
             raise
         finally:
             self._preparing = None
-        self._filler = filler
+        self._filler, self._freed = filler, None
 
     def _drop_filler(self) -> None:
         filler, self._filler = self._filler, None
@@ -250,7 +252,11 @@ class EngineRole(SessionFront):
             filler.close()
 
     def _free(self, _: LetGo, deadline: Deadline) -> None:
+        filler = self._filler
         self._drop_filler()
+        if isinstance(filler, DirectFiller):
+            filler.let_go()
+            self._freed = filler
         self._staged = None
         self.loras.answer(LetGo(adapters=True), deadline.left)
 
@@ -320,12 +326,14 @@ class EngineRole(SessionFront):
     def _stage(self, body: Stage, deadline: Deadline) -> Staged:
         """Read what changed while the engine serves. A rank that cannot raises, and all bytes are moved."""
         self._staged = None
-        filler, installed, shards = self._served_now(body.base)
+        filler, installed, shards, constants = self._served_now(body.base)
+        if constants is not PUBLIC:
+            raise StaleSource(f"{self.session.member} read version {body.base} from another replica: its digests are under a key")
         if filler.changes is None:
             raise ConfigurationError("parameters that share memory take no changes")
         failpoints.reached("engine.stage")
         with filler.beside():
-            self._require_installed(body.base, filler, installed, deadline)
+            self._require_installed(body.base, filler, installed, constants, deadline)
             staged = self._staged = filler.changes.read(filler, body, installed.digests, shards, deadline)
             self.session.check_abort()  # an abort that came before did not reach it
             with span("digest"):
@@ -333,11 +341,11 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.staged")
         return Staged(staged.nbytes, digests.astype("<u8").tobytes())
 
-    def _served_now(self, version: Version) -> tuple[DirectFiller, Filled, Sequence[Shard]]:
-        """What wrote ``version``, which this rank serves, what it installed, and the parameters, which are still in that memory."""
+    def _served_now(self, version: Version) -> tuple[DirectFiller, Filled, Sequence[Shard], DigestConstants]:
+        """What wrote ``version``, which this rank serves, what it installed, the parameters, still in that memory, and its key."""
         if (refuted := self.session.refuted) is not None and refuted[0] == version:
             raise VerificationError(refuted[1])
-        filler, installed = self._plan_filler("looking at what is installed"), self._installed
+        filler, installed = self._freed or self._plan_filler("looking at what is installed"), self._installed
         if not isinstance(filler, DirectFiller) or self.session.sleeps:
             raise ConfigurationError("only parameters that stay where they are, and that are written directly, can be read again")
         if installed is None or self.session.served_version != version or installed[:2] != (version, filler.layout.digest):
@@ -345,12 +353,14 @@ class EngineRole(SessionFront):
         shards = self.session.shards("follow")
         if shards is None or not self._unmoved(shards, self._held) or self.adapter.outdated:
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {version}")
-        return filler, installed[2], shards
+        return filler, installed[2], shards, installed[3]
 
-    def _require_installed(self, version: Version, filler: DirectFiller, installed: Filled, deadline: Deadline) -> None:
+    def _require_installed(
+        self, version: Version, filler: DirectFiller, installed: Filled, constants: DigestConstants, deadline: Deadline
+    ) -> None:
         """Raise unless all parameters are what this rank installed of ``version``. Reports a difference, in a round too."""
         with span("audit"):
-            bad = np.flatnonzero(filler.digests(deadline) != installed.digests)
+            bad = np.flatnonzero(filler.digests(deadline, constants) != installed.digests)
         if len(bad):
             names = few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
             why = f"parameters of {self.session.member} were changed since it installed version {version}: {names}"
@@ -361,10 +371,10 @@ class EngineRole(SessionFront):
 
     def _audit(self, body: Audit, deadline: Deadline) -> None:
         """Read all parameters again while the engine serves. An abort ends this, and nothing that is prepared."""
-        filler, installed, _ = self._served_now(body.version)
+        filler, installed, _, constants = self._served_now(body.version)
         failpoints.reached("engine.audit")
         with filler.beside():
-            self._require_installed(body.version, filler, installed, deadline)
+            self._require_installed(body.version, filler, installed, constants, deadline)
 
     def _revert(self, body: Revert, deadline: Deadline) -> None:
         staged = self._staged
@@ -405,13 +415,14 @@ class EngineRole(SessionFront):
             with gc_paused():
                 # Again: parameters may have moved while the pause waited for a generation step, or in begin().
                 filler = self._follow_memory(filler, deadline, "follow")
+                constants = DigestConstants(body.key) if body.key else PUBLIC
                 nbytes, staged = filler.nbytes, self._staged
                 if body.staged and staged is not None and staged.is_for(body.number, filler):
                     nbytes, filled = staged.nbytes, staged.apply(deadline)
                 else:  # what is staged is for memory that the parameters have left
                     self._staged = None
-                    filled = filler.run(body.number, deadline, DigestConstants(body.key) if body.key else PUBLIC)
-        self._moved = (filler.layout.digest, filled) if filled.verified == "installed" and not body.key else None
+                    filled = filler.run(body.number, deadline, constants)
+        self._moved = (filler.layout.digest, filled, constants) if filled.verified == "installed" else None
         failpoints.reached("engine.moved")
         return _moved(nbytes, filled)
 

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from weightsync.errors import ConfigurationError, VersionError
+from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec, Version
-from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
+from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, check_extents, lora_modules, served_label
 from weightsync.tensors.shards import dtype_name
-
-_SHOWN = 8
 
 
 @dataclass
@@ -53,13 +51,7 @@ class ModuleLoras:
             )
         for module in lora_modules(manifest):
             layer = self._layer(spec.name, module.name)
-            wanted, given = (layer.out_features, layer.in_features), (module.b.shape[0], module.a.shape[1])
-            if module.rank > self.slots.max_rank:
-                raise ConfigurationError(f"{spec.name} has rank {module.rank} in {module.name}; {self.slots.max_rank} is allowed")
-            if wanted != given:
-                raise ConfigurationError(
-                    f"{spec.name} changes {module.name} by a matrix of {given[0]} x {given[1]}, and it is {wanted[0]} x {wanted[1]}"
-                )
+            check_extents(spec.name, module, layer.out_features, layer.in_features, self.slots.max_rank)
 
     def _layer(self, adapter: str, name: str) -> torch.nn.Linear:
         try:
@@ -128,15 +120,9 @@ class ModuleLoras:
                         del self._held[label]
 
     def _find(self, adapter: str) -> tuple[str, _HeldMatrices, Version]:
-        served = [
-            (held.version, label, held) for label, held in self._held.items() if held.version is not None and not held.dropped
-        ]
-        matching = [entry for entry in served if adapter in (entry[0].run, entry[1])]
-        if not matching:
-            labels = sorted(label for _, label, _ in served)
-            raise VersionError(f"this engine does not serve {adapter}; it serves {', '.join(labels[:_SHOWN]) or 'no adapter'}")
-        version, label, held = max(matching, key=lambda entry: entry[0].number)
-        return label, held, version
+        served = {label: held.version for label, held in self._held.items() if held.version is not None and not held.dropped}
+        label = served_label(adapter, served)
+        return label, self._held[label], served[label]
 
     def _hook(self, name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor | None]:
         def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:

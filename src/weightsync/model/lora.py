@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, VersionError, few
 from weightsync.model.manifest import MAX_NAME, Manifest, TensorSpec
 from weightsync.model.version import Version
 
@@ -84,6 +85,36 @@ def check_adapter_name(name: str) -> None:
 def adapter_label(name: str, number: int) -> str:
     """Return the label of a version: ``alice/math@3``."""
     return f"{name}@{number}"
+
+
+def check_extents(adapter: str, module: LoraModule, output: int, inputs: int, most: int) -> None:
+    """Raise ConfigurationError unless ``module`` changes a layer of ``inputs`` and ``output``, by a rank of at most ``most``.
+
+    Engines would copy smaller matrices into a part of their own.
+    """
+    if (module.b.shape[0], module.a.shape[1]) != (output, inputs) or module.rank > most:
+        raise ConfigurationError(
+            f"{adapter} changes {module.name} by matrices of {module.b.shape} and {module.a.shape}; in this engine it is "
+            f"{output} x {inputs}, and ranks are at most {most}"
+        )
+
+
+def newest_label(adapter: str, labels: Iterable[str]) -> str | None:
+    """Return the one of ``labels`` that ``adapter`` is, or the newest version of that name; ``None`` if there is neither."""
+    versions = [(int(number), label) for label in labels for name, _, number in [label.rpartition("@")] if adapter in (name, label)]
+    return max(versions)[1] if versions else None
+
+
+def served_label(adapter: str, labels: Collection[str]) -> str:
+    """Return :func:`newest_label`.
+
+    Raises:
+        VersionError: There is none. The message names some of the ``labels``.
+    """
+    label = newest_label(adapter, labels)
+    if label is None:
+        raise VersionError(f"this engine does not serve {adapter}; it serves {few(sorted(labels)) or 'no adapter'}")
+    return label
 
 
 def lora_modules(manifest: Manifest) -> list[LoraModule]:

@@ -419,6 +419,8 @@ class Publish(Message, frozen=True):
     """Highest number that earlier calls of this process have placed. It may be served, as far as a new coordinator knows."""
     adapter: AdapterSpec | None = None
     """The LoRA adapter whose version this is, equal on all ranks."""
+    again: bool = False
+    """Whether ``number`` may be the last one, with the same bytes: a relay's, for a coordinator that cannot read it any more."""
 
 
 class CannotPublish(Message, frozen=True):

@@ -52,4 +52,10 @@ class ManifestStored(Message, frozen=True):
     url: Annotated[str, msgspec.Meta(max_length=2048)]
 
 
-StoreMessage = StorePart | SignedManifest | ManifestStored
+class RelayFailing(Message, frozen=True):
+    """Why a relay has no newer version to publish; empty if it goes on again. Answered by :class:`Done`."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+StoreMessage = StorePart | SignedManifest | ManifestStored | RelayFailing

@@ -41,6 +41,7 @@ COORDINATOR_METRICS = (
     Declared("run_info", "gauge", ("run",), "1; the label is the id of the run."),
     Declared("published_version", "gauge", (), "Highest published version number of the latest epoch; -1 before the first."),
     Declared("stored_version", "gauge", (), "Number of the newest version in the store; -1 if none is known."),
+    Declared("relay_failing", "gauge", (), "1 while a relay cannot read a newer version from its store, or publish it."),
     Declared("published_epoch", "gauge", (), "Latest epoch in which a version was published."),
     Declared("trainer_ranks", "gauge", (), "Connected trainer ranks."),
     Declared("replicas", "gauge", ("state", "service"), "Known replicas by state. Tensors of refused ones differ."),
@@ -205,6 +206,7 @@ class CoordinatorMetrics:
             ("published_version", state.last), ("published_epoch", state.epoch), ("trainer_ranks", len(state.trainer)),
             ("replicas_late", state.late), ("replicas_not_updated", state.missed), ("round_running", state.busy),
             ("rounds_queued", state.queued), ("stored_version", state.stored), ("adapters", len(adapters)),
+            ("relay_failing", state.relay_failing),
         ):  # fmt: skip
             registry.set(name, float(value))
         registry.replace("router_settled", [({"router": name}, float(settled)) for name, settled in routers.items()])

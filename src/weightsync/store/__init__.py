@@ -7,7 +7,7 @@ module                    what it holds
 :mod:`.signing`           the run's Ed25519 key; signed manifests
 :mod:`.containers`        headers of key frames and deltas, which are safetensors files
 :mod:`.writer`            a thread of a trainer rank that stores what it published
-:mod:`.region`            a rank's shards as a version has them: key frame and deltas, folded in one pass over what is needed
+:mod:`.region`            a rank's shards as a version has them: key frame and deltas, folded in one pass, or kept in memory
 :mod:`.catalog`           which versions there are; garbage collection
 :mod:`.restore`           whole tensors of a version, verified: for ``verify`` and ``export``
 ========================  =====================================================================================================

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
@@ -29,6 +30,23 @@ _THREADS = 4
 _AHEAD = 8  # chunks that are fetched while the ones before are copied
 _BATCH_BYTES = 4 * CHUNK_BYTES  # of the region, from which tiles are copied together
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def verified_chunk(store: ObjectStore, item: StoredObject, chunk: int) -> Bytes:
+    """Read one chunk of an object.
+
+    Raises:
+        VerificationError: It is not what was stored.
+        StaleSource: The object was removed.
+        TransportError: The store fails.
+    """
+    begin = chunk * CHUNK_BYTES
+    end = min(begin + CHUNK_BYTES, item.nbytes)
+    data = store.read(item.path, begin, end)
+    digest = hashlib.sha256(data).digest()
+    if len(data) != end - begin or digest != item.hashes[chunk * len(digest) :][: len(digest)]:
+        raise VerificationError(f"{item.path} in the store {store.url} is not what was stored: it was changed")
+    return np.frombuffer(data, np.uint8)
 
 
 class ObjectImage:
@@ -70,13 +88,12 @@ class ObjectImage:
 
     def fetch_chunk(self, chunk: int) -> None:
         """Have one chunk of the object in memory, verified. Two threads may fetch different chunks."""
+        self.put(chunk, verified_chunk(self._store, self._item, chunk))
+
+    def put(self, chunk: int, data: Bytes) -> None:
+        """Have a verified chunk in memory."""
         begin = chunk * CHUNK_BYTES
-        end = min(begin + CHUNK_BYTES, self._item.nbytes)
-        data = self._store.read(self._item.path, begin, end)
-        digest = hashlib.sha256(data).digest()
-        if len(data) != end - begin or digest != self._item.hashes[chunk * len(digest) :][: len(digest)]:
-            raise VerificationError(f"{self._item.path} in the store {self._store.url} is not what was stored: it was changed")
-        self._bytes[begin:end] = np.frombuffer(data, np.uint8)
+        self._bytes[begin : begin + len(data)] = data
         self._there[chunk] = True
 
     def drop(self, last: int) -> None:
@@ -269,3 +286,64 @@ class StoredRegion:
         """End the threads, which may still wait for the store. Safe twice."""
         self.abort()
         self._threads.close()
+
+
+class KeptRegion:
+    """A trainer rank's shards in this process's memory, brought from one stored version to the next. Not thread-safe.
+
+    Only objects that the memory lacks are read, and each is verified before a byte of a delta is applied: what fails leaves the
+    version before, unless a key frame was being read.
+
+    Args:
+        store: The store.
+        nbytes: Bytes of the region.
+    """
+
+    def __init__(self, store: ObjectStore, nbytes: int) -> None:
+        self._store = store
+        self.memory = np.empty(nbytes, np.uint8)
+        """The region, ``uint8[nbytes]``."""
+        self.chain: tuple[StoredObject, ...] = ()
+        """What the memory holds; empty while it holds no version, or after it was set to that: then the next one is read whole."""
+
+    def update(self, chain: tuple[StoredObject, ...], deadline: Deadline) -> None:
+        """Have the version with this ``chain`` in memory.
+
+        Raises:
+            ProtocolError: A delta is none.
+            VerificationError: An object is not what was stored.
+            StaleSource: An object was removed.
+            TransportError: The store fails.
+            DeadlineExceeded: ``deadline`` passed.
+        """
+        there = len(self.chain) if chain[: len(self.chain)] == self.chain else 0
+        for index, item in enumerate(chain[there:], there):
+            if item.kind == "key":
+                self.chain = ()
+                for chunk, data in self._chunks(item, deadline):
+                    first = chunk * CHUNK_BYTES - item.data
+                    shards = data[max(-first, 0) :]
+                    self.memory[max(first, 0) :][: len(shards)] = shards
+            else:
+                delta = _DeltaObject(self._store, item, len(self.memory))
+                image = delta.image()
+                for chunk, data in self._chunks(item, deadline):
+                    image.put(chunk, data)
+                self.chain = ()
+                delta.fold(image, self.memory.ctypes.data, 0, blocks_of(len(self.memory)))
+            self.chain = chain[: index + 1]
+
+    def _chunks(self, item: StoredObject, deadline: Deadline) -> Iterator[tuple[int, Bytes]]:
+        """Read an object's chunks, some ahead. No thread has the memory, so one that outlives a failure changes nothing in it."""
+        threads = DaemonThreads(_THREADS, "weightsync-store")
+        try:
+            running = deque[Future[Bytes]]()
+            for chunk in range(item.chunks + _AHEAD):
+                if chunk < item.chunks:
+                    running.append(threads.submit(partial(verified_chunk, self._store, item, chunk)))
+                if chunk >= _AHEAD:
+                    if not wait((running[0],), deadline.left).done:
+                        raise DeadlineExceeded(f"reading {item.path} did not finish within {deadline.seconds:g} s")
+                    yield chunk - _AHEAD, running.popleft().result()
+        finally:
+            threads.close()

@@ -15,13 +15,13 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, VerificationError
 from weightsync.model import TensorSpec
 from weightsync.model.dtypes import SAFETENSORS_DTYPES
-from weightsync.model.stored import CHUNK_BYTES, StoredObject
+from weightsync.model.stored import StoredObject
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
 from weightsync.store.containers import safetensors_header
 from weightsync.store.objects import ObjectStore
-from weightsync.store.region import ObjectImage, StoredRegion
+from weightsync.store.region import StoredRegion, verified_chunk
 from weightsync.store.signing import StoredVersion
 from weightsync.tensors.copy_table import tiles_of
 
@@ -32,10 +32,8 @@ def check_object(store: ObjectStore, item: StoredObject) -> None:
     """Read an object. Raises :class:`~weightsync.errors.VerificationError` unless it is what was stored."""
     if store.size(item.path) != item.nbytes:
         raise VerificationError(f"{item.path} in the store {store.url} does not have {item.nbytes:,} bytes: it was changed")
-    image = ObjectImage(store, item)
     for chunk in range(item.chunks):
-        image.fetch_chunk(chunk)
-        image.drop((chunk + 1) * CHUNK_BYTES - item.data)
+        verified_chunk(store, item, chunk)
 
 
 def tensors_of(

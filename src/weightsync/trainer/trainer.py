@@ -33,7 +33,7 @@ from weightsync.errors import (
     to_wire,
 )
 from weightsync.forks import Origin
-from weightsync.launch import place_in_world
+from weightsync.launch import from_rank_zero, place_in_world
 from weightsync.model import PauseMode, Version
 from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
@@ -67,7 +67,6 @@ from weightsync.trainer.trainer_role import Placing, TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.hostinfo import this_host
 
-_MAX_ADDRESS = 8192
 _ANSWER_SECONDS = 10.0  # beyond a publication's deadline, whose own error arrives first
 _CLOSING_SECONDS = 10.0  # for a thread that publishes
 _TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
@@ -222,7 +221,7 @@ class Trainer(Closeable):
                 mine = f"{server.url} {server.token}"
             except WeightSyncError as error:
                 failure = error  # the other ranks wait to hear of it
-        where, _, known = (_from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
+        where, _, known = (from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
         if not where:
             raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
         return ClientSettings.load(coordinator=where, token=Secret(known), timeouts=timeouts)
@@ -587,13 +586,3 @@ def _tell(asked: Outcome[RoundResult], placing: Placing, future: Future[RoundRes
         future.set_exception(asked.error)
     else:
         future.set_result(asked.result())
-
-
-def _from_rank_zero(text: str) -> str:
-    """What rank 0 holds, on every rank, as a tensor of bytes (an object broadcast would be a pickle)."""
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    buffer = torch.zeros(_MAX_ADDRESS, dtype=torch.uint8, device=device)
-    data = text.encode()
-    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from tests.integration.rounds.test_rounds import Joined, Net, change, same
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.audits import Audits
+from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, RoundFailed
 from weightsync.model import Version
@@ -47,6 +50,14 @@ def metric(joined: Joined, name: str) -> float:
     return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"weightsync_{name} ")))
 
 
+def failures(joined: Joined, number: int) -> None:
+    """Wait until so many looks have found a difference: metrics are shared for a moment."""
+    deadline = Deadline(SECONDS)
+    while metric(joined, "audit_failures_total") < number:
+        threading.Event().wait(min(0.05, deadline.remaining("the metric")))
+    assert metric(joined, "audit_failures_total") == number
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])
 def test_a_parameter_that_is_overwritten_while_the_engine_serves_comes_back(joined: Joined, transport: str, tied: bool) -> None:
@@ -61,7 +72,7 @@ def test_a_parameter_that_is_overwritten_while_the_engine_serves_comes_back(join
         with torch.no_grad():
             target.up.weight[3, 7] += 1.0
         assert adapter.took.get(timeout=SECONDS) == number, "the same version, again"
-        assert metric(joined, "audit_failures_total") == number
+        failures(joined, number)
     trainer.publish(3, timeout=SECONDS)  # after the round that brought it again
     assert same(source, target)
     assert metric(joined, "audit_seconds_count") >= 2
@@ -115,3 +126,36 @@ def test_what_staging_finds_counts_whether_or_not_the_round_then_reaches_the_pau
             trainer.publish(2, timeout=4.0)
         assert adapter.took.get(timeout=SECONDS) == 2, "it is updated as soon as that is possible"
         assert metric(joined, "audit_failures_total") == 1
+
+
+@pytest.mark.parametrize("origin", ["trainer", "store", "replica"])
+def test_looks_go_on_after_the_trainer_has_gone(
+    joined: Joined, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = Net(), Net()
+    adapter = Reporting(target)
+    if origin != "replica":
+        monkeypatch.setenv("WEIGHTSYNC_STORE", str(tmp_path / "store"))
+    trainer = joined.trainer(source)
+    if origin == "trainer":
+        engine = joined.engine(adapter)
+    elif origin == "replica":
+        joined.engine(ModuleAdapter(Net()), "feeding", serve_weights=True)
+    change(source, 1)
+    with suppress(RoundFailed):  # there may be no replica yet
+        trainer.publish(1, timeout=SECONDS)
+    trainer.wait_until_stored(SECONDS)
+    trainer.close()
+    if origin != "trainer":
+        engine = joined.engine(adapter)
+    assert adapter.took.get(timeout=SECONDS) == 1
+    for number, parameter in enumerate((target.up.weight, target.embed.weight), 1):  # one that changes again would be left alone
+        if number == (1 if origin == "trainer" else 2):  # it has freed what it had prepared
+            deadline = Deadline(SECONDS)
+            while engine._role._filler is not None:
+                threading.Event().wait(min(0.05, deadline.remaining("letting go")))
+        with torch.no_grad():
+            parameter[3, 7] += 1.0
+        assert adapter.took.get(timeout=SECONDS) == 1, "the same version, again"
+        failures(joined, number)
+    assert same(source, target)

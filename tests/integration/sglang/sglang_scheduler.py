@@ -15,6 +15,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -63,13 +64,13 @@ def install_stubs() -> None:
     sys.meta_path.append(_StubFinder(stubs))
 
 
-def make_checkpoint(directory: str, seed: int = 0, *, vocab_size: int = 128, intermediate_size: int = 96) -> None:
+def make_checkpoint(directory: str, seed: int = 0, *, vocab_size: int = 128, intermediate_size: int = 96, heads: int = 2) -> None:
     """Save a tiny random Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
@@ -95,6 +96,17 @@ def add_what_sglang_lacks_on_a_cpu() -> None:
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
+def pin_no_memory() -> None:
+    """Let what SGLang's LoRA layers pin be ordinary memory, as torch has no other one without a GPU."""
+
+    def unpinned(make: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, partial(unpinned, getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[assignment, method-assign, return-value]
+
+
 def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
     """Fill the state of a model so that its greedy tokens differ from seed to seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,38 +114,48 @@ def random_weights(state: dict[str, torch.Tensor], seed: int) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.dim() > 1 else 1.0))
 
 
+def arguments_of_sglang(directory: str, **arguments: Any) -> Any:
+    """Hook SGLang as its processes do, and return its ``ServerArgs``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import ServerArgs
+
+    from weightsync.engines.sglang import plugin
+
+    plugin.register()
+    HookRegistry.apply_hooks()
+    settings = {
+        "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
+        "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
+        "max_total_tokens": 2048, "context_length": 1024,
+        "max_running_requests": 4, "log_level": "warning",
+    }  # fmt: skip
+    server_arguments = ServerArgs(**settings | arguments)
+    server_arguments.resolve_once()
+    server_arguments.check_server_args()
+    return server_arguments
+
+
 class RunningScheduler(Closeable):
     """A real ``Scheduler`` whose event loop runs on a thread, and its clients' ends of SGLang's sockets."""
 
-    def __init__(self, directory: str, *, rank: int = 0, sockets: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, directory: str, *, rank: int = 0, sockets: Mapping[str, Any] | None = None, clients: bool = True, **arguments: Any
+    ) -> None:
         import zmq
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.runtime_context import SpawnRanks, publish
-        from sglang.srt.server_args import PortArgs, ServerArgs
+        from sglang.srt.server_args import PortArgs
 
-        from weightsync.engines.sglang import plugin
-
-        plugin.register()
-        HookRegistry.apply_hooks()
-        settings = {
-            "model_path": directory, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "page_size": 1,
-            "attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_cuda_graph": True,
-            "max_total_tokens": 2048, "context_length": 1024,
-            "max_running_requests": 4, "log_level": "warning",
-        }  # fmt: skip
-        server_arguments = ServerArgs(**settings | arguments)
-        server_arguments.resolve_once()
-        server_arguments.check_server_args()
+        server_arguments = arguments_of_sglang(directory, **arguments)
         ports = PortArgs.init_new(server_arguments) if sockets is None else PortArgs(**sockets)
         publish(server_arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
         self._context = zmq.Context()
         self._outputs, self._inputs = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        if rank == 0:
+        if rank == 0 and clients:
             self._outputs.bind(ports.tokenizer_ipc_name)
             self._inputs.bind(ports.scheduler_input_ipc_name)
         self.labels: list[str] = []
-        self._leads, self._made = rank == 0, 0
+        self._leads, self._made = rank == 0 and clients, 0
         self._tokens: dict[str, list[int]] = {}
         self._ended: dict[str, Any] = {}
         self.scheduler = Scheduler(server_arguments, ports)

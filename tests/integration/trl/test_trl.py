@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,14 @@ def checkpoint(directory: Path) -> None:
     save_tokenizer(directory)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@contextmanager
+def started(directory: Path, *more_flags: str) -> Iterator[Served]:
     """The server is started before its coordinator, which it finds by itself when that is there."""
     from tests.integration.vllm.vllm_rounds import joined, serving
 
     from weightsync.config import Secret, ServerSettings
     from weightsync.server.server import BackgroundServer
 
-    directory = tmp_path_factory.mktemp("policy")
     checkpoint(directory)
     port, token = free_port(), "t" * 43
     more = ON_A_CPU | {
@@ -80,12 +80,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1] / "vllm"), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
     flags = ["--served-model-name", "tiny", str(directory), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    flags += more_flags
     with (
         serving(str(directory), 1, more, flags) as server,
         BackgroundServer(ServerSettings.load({}, port=port, token=Secret(token))) as coordinator,
     ):
         joined(coordinator, 1)
         yield Served(directory, str(server.http.base_url).rstrip("/"), server.process, coordinator)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with started(tmp_path_factory.mktemp("policy")) as made:
+        yield made
 
 
 def check(updates: list[dict[str, Any]], count: int) -> None:
@@ -124,9 +131,12 @@ def test_the_benchmark_of_trl_runs(served: Served) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("kind", ["rloo", "lora"])
-def test_other_trainers_in_server_mode(served: Served, kind: str) -> None:
-    check(served.train(kind)["updates"], 4)
+@pytest.mark.parametrize("kind", ["rloo", "lora", "async-lora"])
+def test_other_trainers_and_a_server_without_lora(served: Served, kind: str) -> None:
+    seen = served.train(kind)
+    check(seen["updates"], 4)
+    assert seen["log"].count("merges the adapter into its base") == ("lora" in kind)
+    assert ("vLLM server was started without --enable-lora" in seen["log"]) == ("lora" in kind)
 
 
 @pytest.mark.rare

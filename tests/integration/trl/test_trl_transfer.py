@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -104,6 +104,8 @@ class RolloutServer:
         self.backend = "weightsync"
         self.label: Callable[[], str] = lambda: "run-of-another@7"
         self.lacks = ""
+        self.config: dict[str, Any] = {}
+        self.models: Callable[[], Iterable[str]] = tuple
         said = self
 
         class Routes(BaseHTTPRequestHandler):
@@ -111,8 +113,10 @@ class RolloutServer:
                 path = self.path.partition("?")[0]
                 if path == "/weight_info":
                     info: dict[str, Any] = {"weight_version": said.label()}
+                elif path == "/v1/models":
+                    info = {"data": [{"id": name} for name in said.models()]}
                 else:
-                    info = {"vllm_config": {"weight_transfer_config": {"backend": said.backend}}}
+                    info = {"vllm_config": {"weight_transfer_config": {"backend": said.backend}, **said.config}}
                 body = json.dumps(info).encode()
                 self.send_response(404 if path == said.lacks else 200)
                 self.send_header("Content-Length", str(len(body)))

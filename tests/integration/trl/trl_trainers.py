@@ -39,11 +39,11 @@ class Oracle:
         self.updates: list[dict[str, Any]] = []
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
-    def served(self) -> list[torch.Tensor]:
+    def served(self, model: str = "") -> list[torch.Tensor]:
         """The server's log-probability of each token of each prompt but the first."""
         found = []
         for prompt in PROMPTS:
-            wish = {"model": self.directory, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+            wish = {"model": model or self.directory, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             answer = self.http.post("/v1/completions", json=wish).raise_for_status().json()
             rows = answer["choices"][0]["prompt_logprobs"]
             found.append(torch.tensor([row[str(token)]["logprob"] for row, token in zip(rows[1:], prompt[1:], strict=True)]))
@@ -79,6 +79,58 @@ class Oracle:
                 "label": self.http.get("/weight_info").json()["weight_version"],
                 "state": replica.state,
                 "verified": replica.verified,
+            }
+        )
+
+    def compare_adapter(self, model: Any, result: Any, name: str) -> None:
+        """The greedy answers of ``name`` are those of the PEFT model as the trainer holds it. On every rank, as it is gathered."""
+        from torch.distributed.tensor import DTensor
+
+        whole = {
+            key: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for key, value in model.state_dict().items()
+        }
+        if dist.is_initialized() and dist.get_rank():
+            return
+        from peft import get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        held = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32), model.peft_config["default"]
+        )
+        held.load_state_dict(whole)
+        held.train(False)
+        served, expected, answering = [], [], set()
+        for prompt in PROMPTS:
+            wish = {
+                "model": name,
+                "prompt": prompt,
+                "max_tokens": 12,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            body = self.http.post("/v1/completions", json=wish).raise_for_status().json()
+            served.append(body["choices"][0]["token_ids"])
+            answering.add(body["model"])
+            tokens = list(prompt)
+            with torch.inference_mode():
+                for _ in range(12):
+                    tokens.append(int(held(torch.tensor([tokens])).logits[0, -1].argmax()))
+            expected.append(tokens[len(prompt) :])
+        (replica,) = result.replicas
+        self.updates.append(
+            {
+                "equal": served == expected,
+                "served": [round(value, 4) for scores in self.served(name) for value in scores.tolist()],
+                "answering": sorted(answering),
+                "label": str(result.version),
+                "base": self.http.get("/weight_info").json()["weight_version"],
+                "nbytes": replica.nbytes,
+                "adapter": sum(value.nbytes for key, value in whole.items() if "lora_" in key),
+                "verified": replica.verified,
+                "paused": replica.paused_seconds,
+                "models": [entry["id"] for entry in self.http.get("/v1/models").json()["data"]],
             }
         )
 
@@ -120,10 +172,8 @@ def synchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
         "output_dir": f"{directory}/{kind}",
     }  # fmt: skip
     more: dict[str, Any] = {"reward_funcs": reward, "train_dataset": dataset()}
-    if kind == "lora":
-        from peft import LoraConfig
-
-        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    if "lora" in kind or "adapter" in kind:
+        more["peft_config"] = lora("embeddings" in kind)
     trainer: Any
     if kind == "rloo":
         trainer = RLOOTrainer(model=directory, args=RLOOConfig(**args), **more)
@@ -134,16 +184,38 @@ def synchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
 
     def checked() -> None:
         synchronize()
-        oracle.compare(generation._iter_named_params(), generation._weightsync.result)
+        if kind.startswith("adapter"):
+            name = str(generation._weightsync.result.version)
+            assert not trainer.accelerator.is_main_process or generation.vllm_client.model == name
+            oracle.compare_adapter(generation.model, generation._weightsync.result, name)
+        else:
+            oracle.compare(generation._iter_named_params(), generation._weightsync.result)
 
     generation.sync_weights = checked
+    asked: list[str] = []
+    if trainer.accelerator.is_main_process:
+        post = generation.vllm_client._post
+
+        def noting(url: str, **kwargs: Any) -> Any:
+            answer = post(url, **kwargs)
+            asked.append(answer["model"])
+            return answer
+
+        generation.vllm_client._post = noting
     trainer.train()
     generation.sync_weights()  # the last step's weights
-    if kind == "fsdp2":
+    if kind.endswith("fsdp2"):
         from torch.distributed.tensor import DTensor
 
         assert all(isinstance(one, DTensor) for one in generation.model.parameters())
-    return {"metrics": sum("weightsync/update_s" in row for row in trainer.state.log_history)}
+    return {"metrics": sum("weightsync/update_s" in row for row in trainer.state.log_history), "asked": asked}
+
+
+def lora(embeddings: bool = False) -> Any:
+    from peft import LoraConfig
+
+    modules = ["q_proj", "down_proj", *(["embed_tokens"] if embeddings else [])]
+    return LoraConfig(r=4, lora_alpha=0.1 if embeddings else 8, target_modules=modules, init_lora_weights=False)
 
 
 def accelerate_thinks_of_gpus() -> None:
@@ -224,6 +296,16 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
             oracle.compare(held, self.result)
             aborted.append(count(aborts))
 
+        def publish_adapter(self, trainer: Any) -> bool:
+            running.append(count("num_requests_running"))
+            aborted.append(count(aborts))
+            alone = super().publish_adapter(trainer)
+            if alone:
+                oracle.compare_adapter(
+                    trainer.accelerator.unwrap_model(trainer.model), self.result, os.environ["WEIGHTSYNC_ADAPTER"]
+                )
+            return alone
+
     def count(name: str) -> float:
         """A figure of vLLM's own."""
         rows = [row for row in oracle.http.get("/metrics").text.splitlines() if row.startswith(f"vllm:{name}")]
@@ -243,14 +325,17 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     )  # fmt: skip
     trainer = AsyncGRPOTrainer(
         model=directory, reward_funcs=reward, args=args, train_dataset=dataset(True), processing_class=words,
-        weight_transfer=Checked(timeout=60),
+        weight_transfer=Checked(timeout=60), peft_config=lora("embeddings" in kind) if "-" in kind else None,
     )  # fmt: skip
     try:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}" if resumed else None)
     except WeightSyncError:
         assert victim
     counted = {"running": running, "aborted": aborted[-1] - aborted[0]}
-    return failure | counted | {"model_version": trainer.model_version}
+    asks = None if trainer.rollout_worker is None else trainer.rollout_worker._loop_kwargs["model_name"]
+    steps = [row for row in trainer.state.log_history if "kl" in row]
+    fresh = [row["kl"] for row in steps if not row.get("sample/staleness_max", 1)]
+    return failure | counted | {"model_version": trainer.model_version, "asks": asks, "fresh": fresh}
 
 
 def page(directory: str, oracle: Oracle) -> None:
@@ -270,13 +355,13 @@ def main() -> int:
     kind, directory, url = sys.argv[1:]
     oracle = Oracle(directory, url)
     seen: dict[str, Any] = {}
-    if kind in ("async", "resume", "inflight"):
+    if kind.endswith("fsdp2"):
+        accelerate_thinks_of_gpus()
+    if kind.startswith("async") or kind in ("resume", "inflight"):
         seen = asynchronous(kind, directory, oracle)
     elif kind == "page":
         page(directory, oracle)
     else:
-        if kind == "fsdp2":
-            accelerate_thinks_of_gpus()
         seen = synchronous(kind, directory, oracle)
     if not dist.is_initialized() or not dist.get_rank():
         print("RESULT " + json.dumps(seen | {"updates": oracle.updates}), flush=True)

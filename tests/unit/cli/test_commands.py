@@ -34,7 +34,7 @@ from weightsync.protocol.tokens import Secrets
 from weightsync.releases import releases_tested
 from weightsync.server.server import BackgroundServer
 
-COMMANDS = ["serve", "status", "replicas", "update", "revoke", "token", "doctor", "bench", "plan", "push"]
+COMMANDS = ["serve", "status", "replicas", "update", "revoke", "token", "doctor", "bench", "plan", "push", "relay"]
 
 
 @pytest.fixture(autouse=True)

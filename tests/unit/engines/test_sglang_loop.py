@@ -372,7 +372,7 @@ def test_padding_is_what_neither_the_checkpoints_tokens_nor_added_ones_take(
     [
         ({"enable_eplb": True}, "--enable-eplb is True"),
         ({"ep_num_redundant_experts": 2}, "--ep-num-redundant-experts is 2"),
-        ({"enable_lora": True}, "LoRA layers"),
+        ({"uno_lora_path": "an adapter"}, "UNO's adapter"),
         ({"weight_cache_mode": "daemon"}, "weight-cache daemon"),
         ({"hicache_storage_backend": "file"}, "would outlive the weights"),
         ({"enable_hierarchical_cache": True}, "copies to host memory do not end"),

@@ -59,7 +59,7 @@ def promtool(*arguments: str, text: str | None = None) -> str:
 
 
 def test_prometheus_accepts_the_rules() -> None:
-    assert "SUCCESS: 11 rules found" in promtool("check", "rules", str(RULES))
+    assert "SUCCESS: 12 rules found" in promtool("check", "rules", str(RULES))
 
 
 def test_prometheus_accepts_the_scrape_configuration(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_a_process_ends_while_a_thread_of_it_waits_for_a_store(
         [sys.executable, "-c", waiting], env=silent[1], capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert "did not finish within 0.5 s" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_relay_that_waits_for_a_store_and_leaves_nothing(
+    silent: tuple[socket.socket, Mapping[str, str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    server, environment = silent
+    command = [sys.executable, "-m", "weightsync", "relay", "--run", "run", "--key", "A" * 43]
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "WEIGHTSYNC_PORT": "0", "WEIGHTSYNC_STATE_DIR": "off"}
+    with subprocess.Popen(command, env={**environment, **own}, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            with server.accept()[0]:
+                assert list(tmp_path.rglob("*.token"))
+                process.send_signal(number)
+                assert process.wait(SECONDS) == 0
+            assert process.stdout is not None and "relay stopped" in process.stdout.read()
+            assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_a_store(silent: tuple[socket.socket, Mapping[str, str]]) -> None:

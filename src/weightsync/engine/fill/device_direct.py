@@ -46,11 +46,11 @@ class DeviceDirect(DirectFiller):
         self._digest.build(self._addresses)
         self._stopwatch.lap("tables")
 
-    def digests(self, deadline: Deadline) -> UInt64:
+    def digests(self, deadline: Deadline, constants: DigestConstants = PUBLIC) -> UInt64:
         """See :meth:`DirectFiller.digests`. In the current stream."""
         with torch.cuda.device(self.device):
             self._digest.build(self._addresses)
-            self._digest.launch(0, len(self.layout))
+            self._digest.launch(0, len(self.layout), constants)
             wait_for_device(self.device, deadline, f"digesting parameters on {self.device}")
             return self._digest.taken()
 

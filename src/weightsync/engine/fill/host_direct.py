@@ -37,12 +37,12 @@ class HostDirect(DirectFiller):
                 "engine, or tie them at the trainer too", *shared,
             )  # fmt: skip
 
-    def digests(self, deadline: Deadline) -> UInt64:
+    def digests(self, deadline: Deadline, constants: DigestConstants = PUBLIC) -> UInt64:
         """See :meth:`DirectFiller.digests`."""
         digests = np.zeros(len(self.layout), np.uint64)
         for group in self._groups:
             self._context.engine.check_abort()
-            digest_rows(self._context.manifest, self.layout, self._addresses, *group, digests)
+            digest_rows(self._context.manifest, self.layout, self._addresses, *group, digests, constants)
         return digests
 
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:

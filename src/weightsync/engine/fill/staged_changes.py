@@ -22,6 +22,7 @@ from weightsync.spans import span
 from weightsync.tensors.changes import Changes, HostChanges, PlannedChanges, Sections, runs_table
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.changes import ChangeTables, DeviceChanges
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.overlaps import overlapping
 from weightsync.tensors.shards import Shard
 from weightsync.transports.base import Reader, Transport
@@ -56,9 +57,13 @@ class DirectFiller(PlanFiller):
         """On a GPU, what runs in the block does not wait for the engine's own work, nor the other way round."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def let_go(self) -> None:
+        """Keep only what :meth:`digests` needs. Comes after :meth:`close`."""
+        self._tables, self.changes = [], None
+
     @abstractmethod
-    def digests(self, deadline: Deadline) -> UInt64:
-        """The digest of each row of the layout, of what is in the parameters now, ``uint64[rows]``."""
+    def digests(self, deadline: Deadline, constants: DigestConstants = PUBLIC) -> UInt64:
+        """The digest of each row of the layout, of what is in the parameters now, ``uint64[rows]``, with ``constants``."""
 
     def abort(self) -> None:
         """See :meth:`Filler.abort`."""

@@ -20,6 +20,7 @@ from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_o
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
+from weightsync.engines.staged_adapter import EngineLoras
 from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery
@@ -77,6 +78,7 @@ class JoinedScheduler(Closeable):
                 device=device,
             )
             adapter.no_shards = streams_because
+            adapter.lora_versions = _find_loras(scheduler, self.loop, sender, tells_tokenizer)
             if arguments.enable_memory_saver:
                 adapter.no_source = "its weights may be released while it serves (--enable-memory-saver)"
             self.engine = owned.enter_context(options.join(adapter, rank, ranks, delivery))
@@ -86,6 +88,18 @@ class JoinedScheduler(Closeable):
         """Leave the coordinator. SGLang keeps its weights. Idempotent."""
         self.loop.close()  # first: it ends what the engine waits for
         self._owned.close()
+
+
+def _find_loras(scheduler: Any, loop: SchedulerLoop, sender: Any, tells_tokenizer: bool) -> EngineLoras | None:  # noqa: ANN401
+    arguments = scheduler.server_args
+    if not arguments.enable_lora:
+        return None
+    if arguments.dp_size > 1 or not tells_tokenizer:
+        _log.warning("weightsync: SGLang takes no adapters with data parallelism, or without its one tokenizer process in Python")
+        return None
+    from weightsync.engines.sglang.loras import SchedulerLoras
+
+    return SchedulerLoras(scheduler, loop, (lambda request: None) if sender is None else sender.send_output)
 
 
 def _replica(arguments: Any) -> str:  # noqa: ANN401 - SGLang's

@@ -85,6 +85,8 @@ class SchedulerLoop(Closeable):
         self._disturbance = ""  # type of a request by which another client wrote weights while the engine was paused
         self._wake_error: Exception | None = None
         self._closed = False
+        self.handlers: dict[type, Callable[[Any], None]] = {WakeUp: self._wake}
+        """By their types, requests that are not SGLang's to process. Each rank calls them in the same pass. They raise nothing."""
 
     # On SGLang's thread.
 
@@ -130,14 +132,14 @@ class SchedulerLoop(Closeable):
         """Let SGLang ``process`` the ``requests`` of one pass, and then run the calls that wait."""
         with self._changed:
             carried = 0 if self._outbox else len(self._sent)
-        ours = [request for request in requests if isinstance(request, WakeUp)]
-        for request in ours:
-            self._wake(request)
+        for request in requests:
+            if type(request) in self.handlers:
+                self.handlers[type(request)](request)
         if self._scheduler._engine_paused:
             self._disturbance = next(
                 (type(request).__name__ for request in requests if self._requests.is_write(request)), self._disturbance
             )
-        process([request for request in requests if not isinstance(request, WakeUp)])
+        process([request for request in requests if type(request) not in self.handlers])
         with self._changed:
             was_paused, self._paused = self._paused, bool(self._scheduler._engine_paused)
             self._asleep = frozenset(self._scheduler.weight_updater.offload_tags)
@@ -234,7 +236,7 @@ class SchedulerLoop(Closeable):
         """
         deadline = Deadline(timeout)
         if self.leads:
-            self._send(deadline, "continuing", self._requests.proceed())
+            self.send(deadline, "continuing", self._requests.proceed())
         else:  # otherwise the next pause could take this one for its own
             self._wait(lambda: not self._paused, deadline, "SGLang's scheduler did not continue")
 
@@ -250,7 +252,7 @@ class SchedulerLoop(Closeable):
             return
         deadline = Deadline(timeout)
         if self.leads:
-            self._send(deadline, "waking up", WakeUp(tuple(tags)))
+            self.send(deadline, "waking up", WakeUp(tuple(tags)))
         self._wait(
             lambda: not self._asleep.intersection(tags) or self._wake_error is not None, deadline, "SGLang's memory did not return"
         )
@@ -273,7 +275,13 @@ class SchedulerLoop(Closeable):
             self._changed.notify_all()
         return _await(future, Deadline(timeout), "SGLang's scheduler did not run a call")
 
-    def _send(self, deadline: Deadline, what: str, *requests: object) -> None:
+    def send(self, deadline: Deadline, what: str, *requests: object) -> None:
+        """On rank 0, add ``requests`` to those that all ranks get in the next pass, and wait until that has been made.
+
+        Raises:
+            DeadlineExceeded: It was not made in time. It may still be made.
+            Aborted: The scheduler has ended.
+        """
         sent: Future[None] = Future()
         with self._changed:
             self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from weightsync.config import variable
@@ -44,6 +44,7 @@ def register() -> None:
     HookRegistry.register(f"{SCHEDULER}.process_input_requests", _process_input_requests, HookType.AROUND)
     HookRegistry.register(f"{RECEIVER}._pull_raw_reqs", _pulled, HookType.AFTER)
     HookRegistry.register(f"{TOKENIZER}.init_request_dispatcher", _take_labels, HookType.AFTER)
+    HookRegistry.register(f"{TOKENIZER}._resolve_lora_path", _resolve_lora, HookType.AROUND)
 
 
 def _run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:  # noqa: ANN401 - SGLang's
@@ -86,16 +87,26 @@ def _pulled(result: list[object] | None, receiver: Any) -> None:  # noqa: ANN401
 
 def _take_labels(result: None, manager: Any) -> None:  # noqa: ANN401 - SGLang's TokenizerManager
     """Let the tokenizer's process, which answers requests, take the labels that rank 0 sends, and check what requests name."""
-    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput, UpdateWeightVersionReqInput
     from sglang.utils import TypeBasedDispatcher
+
+    from weightsync.engines.sglang.served_loras import TokenizerLoras
 
     def take(request: Any) -> None:  # noqa: ANN401 - SGLang's
         manager._update_weight_version_if_provided(request.new_version)
 
-    manager._result_dispatcher += TypeBasedDispatcher([(UpdateWeightVersionReqInput, take)])
+    loras = manager._weightsync_loras = TokenizerLoras(manager)
+    manager._result_dispatcher += TypeBasedDispatcher(
+        [(UpdateWeightVersionReqInput, take), (LoadLoRAAdapterReqInput, loras.take), (UnloadLoRAAdapterReqInput, loras.take)]
+    )
     server = sys.modules.get(SERVER)  # not in the other processes, nor around an Engine without HTTP
     if server is not None and server.app.middleware_stack is None:  # several tokenizers, which no label reaches, start after it
         server.app.add_middleware(VersionedRequests, served=lambda: manager.config_value("weight_version"))
+
+
+def _resolve_lora(original: Callable[..., Awaitable[None]], manager: Any, request: Any) -> Awaitable[None]:  # noqa: ANN401
+    resolved: Awaitable[None] = manager._weightsync_loras.resolve(original, request)
+    return resolved
 
 
 def _tokenizer_takes_labels(scheduler: Any) -> bool:  # noqa: ANN401 - SGLang's

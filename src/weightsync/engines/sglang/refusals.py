@@ -10,15 +10,13 @@ _OUTLIVES = "keys and values outside of SGLang's own cache would outlive the wei
 _NOT_DRAINED = "copies to host memory do not end while SGLang is paused, and it drops nothing before that"
 _HALF_WRITTEN = "other servers may read weights that are partly written"
 _MOVED = "weights are moved between host and GPU memory"
-_RENAMED = "LoRA layers rename the parameters of the base model"
 
 _SETTINGS = {
     "enable_eplb": "SGLang's expert load balancing moves experts between ranks while it serves",
     "ep_num_redundant_experts": "redundant experts are copies that SGLang moves between ranks",
     "init_expert_location": "experts are not at their usual places",
     "elastic_ep_backend": "ranks may join and leave",
-    "enable_lora": _RENAMED,
-    "uno_lora_path": _RENAMED,
+    "uno_lora_path": "updates beside UNO's adapter were not tested",
     "weight_cache_mode": "the weights belong to SGLang's weight-cache daemon",
     "remote_instance_weight_loader_start_seed_via_transfer_engine": _HALF_WRITTEN,
     "modelexpress_config": _HALF_WRITTEN,

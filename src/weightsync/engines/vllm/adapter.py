@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +11,8 @@ from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
 from weightsync.engines.traced_shards import DirectShards
 from weightsync.engines.vllm.controls import Controls
-from weightsync.errors import ConfigurationError, LoadError
-from weightsync.model import Manifest, PauseMode, Version
-from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label
+from weightsync.errors import LoadError
+from weightsync.model import PauseMode, Version
 
 if TYPE_CHECKING:
     from weightsync.engines.vllm.loras import WorkerLoras
@@ -53,7 +51,7 @@ class VllmWorkerAdapter(StagedAdapter):
         self.has_draft = draft_prefix is not None
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
-        self._lora_versions = loras
+        self.lora_versions = self._worker_loras = loras
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """On rank 0, pause the engine and remove its label."""
@@ -93,43 +91,12 @@ class VllmWorkerAdapter(StagedAdapter):
             self._controls.label(str(self._version), COMMIT_SECONDS)
             self._controls.resume(COMMIT_SECONDS)
 
-    def lora_slots(self) -> LoraSlots | None:
-        """As many versions as vLLM caches on the host (``--max-cpu-loras``)."""
-        return None if self._lora_versions is None else self._lora_versions.slots
-
-    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
-        """Check that vLLM has LoRA layers for every module."""
-        self._loras_here.check(spec, manifest)
-
-    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Build vLLM's form of the adapter. vLLM slices it later, so the digests are of what was received."""
-        self._loras_here.stage(label, spec, tensors)
-
-    def register_lora(self, version: Version) -> None:
-        """On rank 0, let every worker take the version, and requests name it."""
-        self._loras_here.register(adapter_label(version.run, version.number), COMMIT_SECONDS)
-
-    def drop_lora(self, label: str) -> None:
-        """On rank 0, hide the version from requests. The owner of the engine calls :meth:`forget_lora` when none uses it."""
-        if self._lora_versions is not None:
-            self._lora_versions.drop(label, COMMIT_SECONDS)
-
-    def loras(self) -> Collection[str]:
-        """Versions that this worker holds."""
-        return () if self._lora_versions is None else self._lora_versions.labels()
-
-    @property
-    def _loras_here(self) -> WorkerLoras:
-        if self._lora_versions is None:
-            raise ConfigurationError("this vLLM was started without --enable-lora")
-        return self._lora_versions
-
     # The following run on the worker's thread.
 
     def forget_lora(self, label: str, number: int) -> None:
         """Free a version that vLLM has taken under the id ``number`` (0: that it has not taken)."""
-        if self._lora_versions is not None:
-            self._lora_versions.forget(label, number)
+        if self._worker_loras is not None:
+            self._worker_loras.forget(label, number)
 
     def loaded(self, *, draft: bool = False) -> None:
         """Report that the worker has loaded the staged tensors into its model, or into its ``draft`` model."""

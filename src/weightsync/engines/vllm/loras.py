@@ -22,7 +22,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.model import Manifest, TensorSpec
-from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, lora_modules
+from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, check_extents, lora_modules
 from weightsync.tensors.memory_views import bytes_at
 
 _OWN = "_weightsync_loras"
@@ -208,17 +208,12 @@ def renames(mapper: Any) -> Any:  # noqa: ANN401 - vLLM's
 
 
 def _check_extents(adapter: str, module: LoraModule, layer: Any, index: int, count: int, most: int) -> None:  # noqa: ANN401 - vLLM's
-    """Raise ConfigurationError unless the matrices fit the layer: vLLM would copy smaller ones into a part of its own."""
+    """Raise ConfigurationError unless the matrices fit the layer."""
     sizes = getattr(layer, "output_sizes", ())
     exact = count == 1 or len(sizes) == count
     output = sizes[index] if count > 1 and exact else getattr(layer, "output_size", module.b.shape[0])
     inputs = getattr(layer, "input_size", module.a.shape[1])
-    fits = module.b.shape[0] == output if exact else module.b.shape[0] <= output
-    if module.a.shape[1] != inputs or not fits or module.rank > most:
-        raise ConfigurationError(
-            f"{adapter} changes {module.name} by matrices of {module.b.shape} and {module.a.shape}; in this vLLM it is {output} x "
-            f"{inputs}, and ranks are at most {most}"
-        )
+    check_extents(adapter, module, output if exact else min(output, module.b.shape[0]), inputs, most)
 
 
 def _follow_loading() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from weightsync.engines.vllm.controls import DROP_LORA, LORA_PATH
 from weightsync.errors import VersionError
+from weightsync.model.lora import newest_label
 
 _log = logging.getLogger(__name__)
 
@@ -62,28 +63,29 @@ class ServedLoras:
         """Let every worker take what it has staged as ``label``, then make it visible."""
         from vllm.lora.request import LoRARequest
 
-        name, _, number = label.rpartition("@")
         request = LoRARequest(lora_name=label, lora_int_id=next(self._ids), lora_path=f"{LORA_PATH}{label}/{uuid.uuid4().hex}")
         self._dropped[label] = request  # until every worker has it
         await self._engine.add_lora(request)
         self._live[label] = self.requests[label] = self._dropped.pop(label)
-        newest = self.requests.get(name)
-        if newest is None or int(newest.lora_name.rpartition("@")[2]) < int(number):
-            self.requests[name] = request
+        self._name_newest(label)
 
     async def drop(self, label: str) -> None:
         """Hide ``label`` from new requests, and free it as soon as no request uses it."""
         request = self._live.pop(label, None)
         if request is not None:
             self._dropped[label] = request
-            name = label.rpartition("@")[0]
             del self.requests[label]
-            rest = {int(other.rpartition("@")[2]): live for other, live in self._live.items() if other.rpartition("@")[0] == name}
-            self.requests.pop(name, None)
-            if rest:
-                self.requests[name] = rest[max(rest)]
+            self._name_newest(label)
         if not self._uses[label]:
             await self._free(label)
+
+    def _name_newest(self, label: str) -> None:
+        """Let the name of ``label`` be the newest version that is live."""
+        name = label.rpartition("@")[0]
+        self.requests.pop(name, None)
+        newest = newest_label(name, self._live)
+        if newest is not None:
+            self.requests[name] = self._live[newest]
 
     async def _free(self, label: str) -> None:
         request = self._dropped.pop(label, None)

@@ -27,7 +27,7 @@ class RolloutServer:
         Raises:
             ConfigurationError: It was not, it does not answer, or it has no development routes.
         """
-        transfer = (self._get("/server_info?config_format=json").get("vllm_config") or {}).get("weight_transfer_config") or {}
+        transfer = self.config().get("weight_transfer_config") or {}
         backend = transfer.get("backend") if isinstance(transfer, dict) else transfer
         if backend != "weightsync":
             raise ConfigurationError(
@@ -35,19 +35,28 @@ class RolloutServer:
                 f"weightsync's coordinator. Restart it: WEIGHTSYNC_COORDINATOR=... {_START}"
             )
 
-    def check_label(self, version: Version) -> None:
-        """Check that the server serves ``version``, which a round has just brought to the replicas.
+    def config(self) -> dict[str, Any]:
+        """The configuration of vLLM as JSON. Raises as :meth:`check_label`."""
+        return self._get("/server_info?config_format=json").get("vllm_config") or {}
+
+    def labels(self) -> list[str]:
+        """Names of models and adapters for requests. Raises as :meth:`check_label`."""
+        return [str(model.get("id")) for model in self._get("/v1/models").get("data", ())]
+
+    def check_label(self, version: Version, *, adapter: bool = False) -> None:
+        """Check that the server serves ``version`` of the weights or an adapter, which was just brought to the replicas.
 
         Raises:
             ConfigurationError: It serves something else, so TRL would sample from a policy that no update reaches; or it does not
                 answer, or has no development routes.
         """
-        label = self._get("/weight_info").get("weight_version")
-        if label != str(version):
+        labels = self.labels() if adapter else [str(self._get("/weight_info").get("weight_version"))]
+        if str(version) not in labels:
             raise ConfigurationError(
-                f"TRL samples from the vLLM server at {self._url}, which serves {label!r}; this update brought {version} to other "
-                "replicas. Give TRL the URL of the server that joined this coordinator (vllm_server_base_url), or start the "
-                "server at this URL with WEIGHTSYNC_COORDINATOR. `weightsync status` lists the replicas"
+                f"TRL samples from the vLLM server at {self._url}, which serves {', '.join(map(repr, labels))}; this update "
+                f"brought {version} to other replicas. Give TRL the URL of the server that joined this coordinator "
+                "(vllm_server_base_url), or start the server at this URL with WEIGHTSYNC_COORDINATOR. `weightsync status` lists "
+                "the replicas"
             )
 
     def _get(self, path: str) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher, base_parameters
 from weightsync.integrations.trl.reporting import calling_trainer, report
 from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
@@ -36,6 +36,8 @@ def enable(
     timeout: float = 600.0,
     transports: Sequence[Transport | str] | None = None,
     wait_for_replicas: float = 0.0,
+    adapter: str | None = None,
+    merge: bool = False,
 ) -> None:
     """Make TRL's trainers with ``vllm_mode="server"`` publish through weightsync. Call it on every rank, before making a trainer.
 
@@ -54,13 +56,18 @@ def enable(
         wait_for_replicas: Seconds to wait for ``replicas`` servers again if an update failed, for example because a server was
             killed and is started again; then the weights are published once more. Default: an update that fails ends the training.
             Without effect under FSDP1 and ZeRO-3, where whole tensors were gathered for the one attempt.
+        adapter: As for :class:`WeightTransfer`, like ``merge``.
+        merge: See there.
 
     Raises:
         ConfigurationError: This TRL lacks what is substituted. The message names it.
     """
     from trl.generation import vllm_generation
 
-    options = JoinOptions(coordinator, token=token, dtype=dtype, replicas=replicas, timeout=timeout, transports=transports)
+    options = JoinOptions(
+        coordinator, token=token, dtype=dtype, replicas=replicas, timeout=timeout, transports=transports, adapter=adapter or "",
+        merge=merge,
+    )  # fmt: skip
     check_interface("trl")
     warn_if_untested("trl")
     kind = vllm_generation.VLLMGeneration
@@ -97,7 +104,8 @@ class ServerModePublisher:
     """Publishes the model of one ``VLLMGeneration``, on every rank.
 
     Each rank publishes its own shards where they can be derived from its parameters: one process, DDP, FSDP2, ZeRO up to stage 2.
-    Under FSDP1 and ZeRO-3 TRL gathers whole tensors on all ranks, and rank 0 publishes these.
+    Under FSDP1 and ZeRO-3 TRL gathers whole tensors on all ranks, and rank 0 publishes these. Of a PEFT model the adapter alone is
+    published where that is possible (:class:`LoraPublisher`).
     """
 
     def __init__(self, generation: Any, options: JoinOptions, wait_for_replicas: float = 0.0) -> None:  # noqa: ANN401 - TRL's
@@ -108,9 +116,12 @@ class ServerModePublisher:
         self._main = bool(generation.accelerator.is_main_process)
         backend = generation._dist
         gathers = backend.is_zero3 or backend.fsdp_version == 1
-        if gathers and self._main:
-            options = replace(options, server=generation.vllm_client.base_url)
-        self._gathered = WeightTransfer(**vars(options)) if gathers else None
+        server = generation.vllm_client.base_url if self._main else None
+        self._server = None if server is None else RolloutServer(server)
+        self._gathered = WeightTransfer(**vars(options) | {"server": server}) if gathers else None
+        if gathers and self._main and not options.merge and hasattr(getattr(generation, "model", None), "merge_adapter"):
+            tell(_log, f"{MERGING} TRL gathers what FSDP1 and ZeRO-3 hold in parts. Under FSDP2 only the adapter is sent")
+        self._lora = LoraPublisher(options, self._server)
         self._trainer: Trainer | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.result: RoundResult | None = None
@@ -132,30 +143,41 @@ class ServerModePublisher:
                 for _ in weights:  # the other ranks gather to the end, whatever fails here
                     pass
             return
-        with _merged(generation.model) as state:
-            if self._trainer is None:
-                self._trainer = self._options.join(state)
-                self._closer = weakref.finalize(self, self._trainer.close)
-            self.result = self._published(self._trainer)
-        if self._main:
-            self._asking = self._asking or calling_trainer()
-            report(self.result, self._asking)
-            RolloutServer(generation.vllm_client.base_url).check_label(self.result.version)
-
-    def _published(self, trainer: Trainer) -> RoundResult:
+        self._asking = self._asking or calling_trainer()
         options = self._options
         try:
-            return trainer.publish(options.number(trainer), timeout=options.timeout)
+            self.result = self._attempt(generation)
         except RoundFailed as error:  # on every rank
-            if not self._wait_seconds:
+            trainer = self._lora.base or self._trainer
+            if not self._wait_seconds or trainer is None:
                 raise
             if self._main:
                 tell(_log, f"{error}. Waiting up to {self._wait_seconds:g} s for {options.replicas} replicas, to publish again")
             trainer.wait_for_replicas(options.replicas, self._wait_seconds)
-            return trainer.publish(timeout=options.timeout)
+            if self._lora.base is not None:  # a server that came back loaded its own
+                trainer.publish(timeout=options.timeout)
+            self.result = self._attempt(generation)
+        if self._main:
+            report(self.result, self._asking)
+
+    def _attempt(self, generation: Any) -> RoundResult:  # noqa: ANN401 - TRL's
+        options, result = self._options, self._lora.publish(generation.model, self._asking)
+        if result is None:
+            with _merged(generation.model) as state:
+                if self._trainer is None:
+                    self._trainer = self._lora.base or options.join(state)
+                    self._closer = weakref.finalize(self, self._trainer.close)
+                result = self._trainer.publish(options.number(self._trainer), timeout=options.timeout)
+            if self._server is not None:
+                self._server.check_label(result.version)
+        elif self._main:
+            generation.vllm_client.model = str(result.version)  # what TRL's requests name
+        return result
 
     def close(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice; another update joins again."""
+        self._lora.close()
+        self._lora = LoraPublisher(self._options, self._server)
         self._trainer = self.result = None
         if self._closer is not None:
             self._closer()
@@ -169,14 +191,6 @@ def _merged(model: Any) -> Iterator[torch.nn.Module | dict[str, torch.Tensor]]: 
         return
     model.merge_adapter()
     try:
-        yield dict(_base_parameters(model))
+        yield dict(base_parameters(model))
     finally:
         model.unmerge_adapter()
-
-
-def _base_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - PEFT's
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # tied weights with all of their names
-        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("_checkpoint_wrapped_module.", "")
-        if model.prefix in plain or "original_module" in plain:
-            continue
-        yield plain.replace("modules_to_save.default.", ""), parameter

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from weightsync.config import ClientSettings, Secret
+from weightsync.config import ClientSettings, Secret, variable
 from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
+from weightsync.model.lora import check_adapter_name
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
 from weightsync.releases import warn_if_untested
@@ -41,17 +47,28 @@ class JoinOptions:
     timeout: float = 600.0
     transports: Sequence[Transport | str] | None = None
     server: str | None = None
+    adapter: str = ""
+    merge: bool = False
 
-    def check(self) -> None:
-        """Ask the coordinator for its status, so that a wrong address or token fails before any weight is gathered.
+    def __post_init__(self) -> None:
+        """Take the adapter's name from the environment if none is given. Raises ConfigurationError if it is not a name."""
+        self.adapter = self.adapter or variable("WEIGHTSYNC_ADAPTER")
+        if self.adapter:
+            check_adapter_name(self.adapter)
+
+    def check(self) -> str:
+        """Return the coordinator's run, so that a wrong address or token fails before any weight is gathered.
 
         Raises:
             CoordinatorUnreachable: No coordinator answers.
             AuthenticationError: The token is wrong.
         """
-        settings = ClientSettings.load(coordinator=self.coordinator, token=Secret(self.token) if self.token else None)
-        with Client(settings) as client:
-            client.status()
+        with self.client() as client:
+            return client.status().run
+
+    def client(self) -> Client:
+        """A client of the coordinator."""
+        return Client(ClientSettings.load(coordinator=self.coordinator, token=Secret(self.token) if self.token else None))
 
     def join(self, state: Mapping[str, torch.Tensor] | torch.nn.Module | Stream) -> Trainer:
         """Join with this rank's ``state``, or alone with a stream, and wait for replicas.
@@ -108,6 +125,10 @@ class WeightTransfer(JoinOptions):
         transports: As for :class:`weightsync.Trainer`.
         server: URL of the server that TRL samples from, which must serve each update's version. Default: the trainer's
             ``vllm_server_base_url``.
+        adapter: Name, ``owner/name``, under which the adapter of a PEFT model is published, if the server takes adapters. Default:
+            ``WEIGHTSYNC_ADAPTER``, else ``trl/`` and the run of the coordinator.
+        merge: Whether each update merges the adapter into the base weights and moves all of them, as it does where the server
+            takes no adapters.
     """
 
     result: RoundResult | None = None
@@ -115,6 +136,18 @@ class WeightTransfer(JoinOptions):
     _first = True
     _asking: object = None  # TRL's trainer
     _trainer: Trainer | None = None
+    _late = False  # a stream joins only if the adapter has to be merged
+    _lora: LoraPublisher | None = None
+    _latest: ClassVar[WeightTransfer | None] = None
+    """Made last in this process: on ranks other than 0 TRL keeps none."""
+
+    def __post_init__(self) -> None:
+        """Let TRL's trainers ask it, on every rank, to publish an adapter alone."""
+        super().__post_init__()
+        earlier, WeightTransfer._latest = WeightTransfer._latest, self
+        if earlier is not None and earlier._lora is not None:
+            earlier._lora.close()
+        _follow_trainers()
 
     def init_weight_transfer(self) -> None:
         """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
@@ -124,7 +157,28 @@ class WeightTransfer(JoinOptions):
         self._asking = calling_trainer()
         if (server := self._server()) is not None:
             server.check_backend()
-        self._trainer = self.join(Stream())
+        self._late = not self.merge and hasattr(_model_of(self._asking), "merge_adapter")
+        if not self._late:
+            self._trainer = self.join(Stream())
+        elif not hasattr(getattr(self._asking, "_sync_weight_merged", None), "__wrapped__"):
+            tell(_log, f"{MERGING} make WeightTransfer() after the import of this trainer")
+
+    def publish_adapter(self, trainer: Any) -> bool:  # noqa: ANN401 - TRL's
+        """Publish the adapter of TRL's ``trainer`` alone, on every rank alike. ``False``: it has to be merged."""
+        main = trainer.accelerator.is_main_process
+        if self._lora is None:
+            self._lora = LoraPublisher(self, self._server() if main else None)
+        result = self._lora.publish(_model_of(trainer), trainer)
+        if result is None:
+            self._lora.close()
+        elif main:
+            self.result = result
+            report(result, trainer)
+            trainer.model_version += 1
+            if trainer.rollout_worker is not None:
+                trainer.rollout_worker._loop_kwargs["model_name"] = self._lora.name  # read when it starts, after the first update
+                trainer.rollout_worker.update_model_version(trainer.model_version)
+        return result is not None
 
     def pause(self) -> None:
         """Do nothing: the round pauses each replica only while its weights change."""
@@ -135,11 +189,14 @@ class WeightTransfer(JoinOptions):
         Raises what :meth:`weightsync.Trainer.publish_stream` raises, and :class:`~weightsync.errors.ConfigurationError` if the
         server that TRL samples from does not serve the version afterwards.
         """
-        trainer = self._trainer
-        if trainer is None:
+        try:
+            trainer = self._trainer = self._trainer or (self.join(Stream()) if self._late else None)
+            if trainer is None:
+                raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
+        except BaseException:
             for _ in iterator:  # the other ranks gather
                 pass
-            raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
+            raise
         weights = self._noting(iterator) if self._first else iterator
         self.result = trainer.publish_stream(weights, self.number(trainer), timeout=self.timeout)
         report(self.result, self._asking)
@@ -168,6 +225,33 @@ class WeightTransfer(JoinOptions):
 
     def destroy(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.close()
+        trainer, self._trainer, lora, self._lora, self._late = self._trainer, None, self._lora, None, False
+        for joined in (trainer, lora):
+            if joined is not None:
+                joined.close()
+
+
+def _model_of(trainer: Any) -> Any:  # noqa: ANN401 - TRL's, PEFT's
+    accelerator = getattr(trainer, "accelerator", None)
+    return None if accelerator is None else accelerator.unwrap_model(trainer.model)
+
+
+def _follow_trainers() -> None:
+    """Let TRL's asynchronous trainers publish an adapter alone, instead of merging it first, where that is possible. Idempotent."""
+    for package, name in (("async_grpo", "AsyncGRPOTrainer"), ("async_distillation", "AsyncDistillationTrainer")):
+        trainer: Any = getattr(sys.modules.get(f"trl.experimental.{package}"), name, None)  # a script imports what it uses
+        merging = getattr(trainer, "_sync_weight_merged", None)
+        if merging is not None and not hasattr(merging, "__wrapped__"):
+            trainer._sync_weight_merged = _unmerged(merging)
+
+
+def _unmerged(merging: Callable[..., tuple[float, float, float]]) -> Callable[..., tuple[float, float, float]]:
+    @functools.wraps(merging)
+    def synchronize(self: Any, began: float) -> tuple[float, float, float]:  # noqa: ANN401 - TRL's trainer
+        transfer = WeightTransfer._latest
+        theirs = self.accelerator.is_main_process and self.weight_transfer is not transfer
+        if transfer is None or theirs or not transfer.publish_adapter(self):
+            return merging(self, began)
+        return began, began, time.time()
+
+    return synchronize

@@ -1,0 +1,155 @@
+"""The adapter of a PEFT model alone: its base is published once, and then each version of the adapter as ``name@number``."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.errors import ConfigurationError, RoundFailed, WeightSyncError
+from weightsync.integrations.trl.reporting import report
+from weightsync.integrations.trl.rollout_server import RolloutServer
+from weightsync.launch import from_rank_zero
+from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.notices import tell
+from weightsync.trainer.adapters import Adapters
+from weightsync.trainer.lora_state import adapter_of
+from weightsync.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from weightsync.integrations.trl.transfer import JoinOptions
+
+_KEPT = 2  # versions that new requests may name
+_OWNER = "trl/"
+MERGING = "each update merges the adapter into its base and moves all weights:"
+_log = logging.getLogger(__name__)
+
+
+class LoraPublisher:
+    """Publishes the active LoRA adapter of a PEFT model from one trainer rank. Make one on every rank, and call it alike.
+
+    ``server`` is the one that TRL samples from, on rank 0 alone.
+    """
+
+    def __init__(self, options: JoinOptions, server: RolloutServer | None) -> None:
+        self._options, self._server, self._merges = options, server, options.merge
+        self._adapters: Adapters | None = None
+        self._published = False
+        self.name = ""
+        """Name by which requests find the newest version."""
+        self.base: Trainer | None = None
+        """The publisher of the base weights, once it has published them. A quantized base is the server's own."""
+        self._owned = ExitStack()
+        self.close = weakref.finalize(self, self._owned.close)
+        """Leave the coordinator, at the latest at the end of the process. Replicas keep what they serve. Safe twice."""
+
+    def publish(self, model: Any, trainer: object) -> RoundResult | None:  # noqa: ANN401 - Transformers' or PEFT's
+        """Bring the adapter of ``model`` as it is now to every replica. ``None``: it has to be merged, and the log said once why.
+
+        Nothing is paused. Running requests go on with the version that they began with. ``trainer`` is TRL's.
+
+        Raises what :class:`weightsync.Trainer`, :class:`weightsync.Adapters` and their ``publish`` raise, and
+        :class:`~weightsync.errors.ConfigurationError` if the server that TRL samples from does not serve the version afterwards.
+        """
+        if self._merges or not hasattr(model, "merge_adapter"):
+            return None
+        if self._adapters is None:
+            self.name, _, source = (answer := from_rank_zero(self._choice(model, trainer))).partition("\n")
+            if not source:
+                self._merge(answer)
+                return None
+            self._adapters = self._joined(model, source)
+        try:
+            result = self._adapters.publish(self.name, timeout=self._options.timeout)
+        except RoundFailed as error:
+            if self._published or self.base is None:
+                raise
+            self._merge(str(error))  # it changes layers that this server has no LoRA for, say
+            return None
+        self._published = True
+        if self._server is not None:
+            self._server.check_label(result.version, adapter=True)
+            with suppress(RoundFailed):  # a replica that is away drops them when it is back
+                self._adapters.retire(self.name, _KEPT)
+        return result
+
+    def _choice(self, model: Any, trainer: object) -> str:  # noqa: ANN401 - PEFT's
+        """On rank 0 the adapter's name, and one of its ranks after a newline; or only why it is merged."""
+        if self._server is None:
+            return ""
+        run = re.sub(r"[^A-Za-z0-9._-]", "-", self._options.check())[:64].lstrip("._-")
+        name = self._options.adapter or _OWNER + (run or "policy")
+        return _why_merged(model, name, self._server, trainer).replace("\n", " ") or f"{name}\n{uuid.uuid4().hex}"
+
+    def _joined(self, model: Any, source: str) -> Adapters:  # noqa: ANN401 - PEFT's
+        """Publish the base, unless it is quantized: then its bytes are not the checkpoint's, which the server has loaded."""
+        options, base = self._options, None
+        with ExitStack() as owned:
+            if getattr(model, "hf_quantizer", None) is None:
+                base = owned.enter_context(options.join(dict(base_parameters(model))))
+                result = base.publish(options.number(base), timeout=options.timeout)
+                if self._server is not None:
+                    report(result, None)
+            else:
+                with options.client() as client:
+                    client.served(options.timeout)
+            adapters = Adapters(
+                model, base, adapter=model.active_adapters[0], coordinator=options.coordinator, token=options.token,
+                source=source, transports=options.transports,
+            )  # fmt: skip
+            owned.enter_context(adapters)
+            left = {label.partition("@")[0] for label in (self._server.labels() if self._server else ())}
+            for name in {name for name in left if name.startswith(_OWNER)} - {self.name}:
+                with suppress(WeightSyncError):  # an earlier run's versions would keep their slots
+                    adapters.retire(name, 0)
+            self._owned.callback(owned.pop_all().close)
+        self.base = base
+        return adapters
+
+    def _merge(self, why: str) -> None:
+        self._merges = True
+        if self._server is not None:
+            tell(_log, f"{MERGING} {why}")
+
+
+def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> str:  # noqa: ANN401 - PEFT's and TRL's
+    """Why the adapter cannot be published alone, and what to do; empty if it can."""
+    names, worker = model.active_adapters, getattr(trainer, "rollout_worker", None)
+    if len(names) != 1 or model.peft_config[names[0]].peft_type != "LORA":
+        return f"a single adapter of LoRA can be served, and the model's active ones are {', '.join(names)}"
+    if trainer is None:
+        return "a method of TRL's trainer has to ask for the first update"
+    if (worker is not None and "model_name" not in getattr(worker, "_loop_kwargs", {})) or any(
+        getattr(trainer, name, None) for name in ("rollout_func", "use_teacher_server")
+    ):
+        return "a rollout_worker or rollout_func of your own, or a teacher on the same server, names the base in its requests"
+    try:
+        rank, config, labels = adapter_of(model, names[0], None, False)[1].rank, server.config(), server.labels()
+    except ConfigurationError as error:
+        return str(error)
+    lora = config.get("lora_config") or {"max_lora_rank": 0, "max_cpu_loras": 0}
+    others = {label for label in labels if "@" in label and not label.startswith((f"{name}@", _OWNER))}
+    slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0) + len(others)
+    if lora["max_lora_rank"] >= rank and lora["max_cpu_loras"] >= slots:
+        several = (config.get("parallel_config") or {}).get("data_parallel_size", 1) > 1
+        return "adapters were not tested with --data-parallel-size" if several else ""
+    has = f"with --max-lora-rank {lora['max_lora_rank']} --max-cpu-loras {lora['max_cpu_loras']}, and holds {len(others)} of others"
+    return (
+        f"the vLLM server was started {has if lora['max_lora_rank'] else 'without --enable-lora'}. To send the adapter alone, "
+        f"start it with --enable-lora --max-lora-rank {max(8, 1 << (rank - 1).bit_length())} --max-cpu-loras {slots}"
+    )
+
+
+def base_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - PEFT's
+    """Yield the parameters without the adapters under the names of the checkpoint, tied ones with all of their names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("_checkpoint_wrapped_module.", "")
+        if model.prefix in plain or "original_module" in plain:
+            continue
+        yield plain.replace("modules_to_save.default.", ""), parameter

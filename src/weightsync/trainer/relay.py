@@ -1,0 +1,246 @@
+"""A trainer without a model: it follows a store of versions and publishes them again, for engines far from the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from weightsync.closing import Closeable
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    DeadlineExceeded,
+    RoundFailed,
+    SharedMemoryTooSmall,
+    StaleSource,
+    VerificationError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.model import Box, Manifest, Version
+from weightsync.outcome import Latch, Outcome
+from weightsync.planning.coverage import coverage_of
+from weightsync.protocol.messages import Hello, Publish, RoundResult, Welcome
+from weightsync.protocol.store_messages import RelayFailing
+from weightsync.store.catalog import load, orders
+from weightsync.store.daemon_threads import DaemonThreads
+from weightsync.store.objects import ObjectStore
+from weightsync.store.region import KeptRegion
+from weightsync.store.signing import StoredVersion
+from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.memory_layout import layout_in_place
+from weightsync.tensors.shards import Shard, ShardedState, torch_dtype
+from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import Placing
+from weightsync.transports.host.memory import available_bytes
+
+_LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the interval is longer
+_SLACK = 60.0  # seconds for a read to notice its own deadline
+_TELLING_SECONDS = 5.0
+_REASON_CHARS = 4000
+_log = logging.getLogger(__name__)
+
+
+def _form(stored: StoredVersion) -> tuple[str, list[str]]:
+    """Equal for versions with the same boxes at the same places."""
+    return stored.version.manifest, [layout.digest for layout in stored.layouts]
+
+
+class _StoredState(ShardedState):
+    """The distinct boxes of all ranks that stored a version, in memory of this process."""
+
+    def __init__(self, store: ObjectStore, stored: StoredVersion) -> None:
+        self.form, self._manifest = _form(stored), stored.manifest
+        needed, free = self._manifest.nbytes, available_bytes()
+        if free is not None and free < needed:
+            raise SharedMemoryTooSmall(f"a relay keeps the weights in host memory, {needed:,} bytes, and {free:,} are available")
+        self._regions: dict[int, KeptRegion] = {}  # by rank; not of ranks that hold only copies
+        boxes: dict[tuple[int, Box], Shard] = {}
+        for rank, layout in enumerate(stored.layouts):
+            mine = [(int(layout.tensor[row]), layout.box(row, self._manifest)) for row in range(len(layout))]
+            if boxes.keys() >= set(mine):
+                continue
+            region = self._regions[rank] = KeptRegion(store, layout.regions[0])
+            for (tensor, box), first in zip(mine, layout.offset.tolist(), strict=True):
+                spec = self._manifest[tensor]
+                dtype = torch_dtype(spec.dtype)
+                memory = torch.from_numpy(region.memory[first : first + box.size * dtype.itemsize])
+                boxes.setdefault((tensor, box), Shard(spec.name, spec.shape, box, memory.view(dtype).view(box.shape)))
+        self._shards = [boxes[key] for key in sorted(boxes, key=lambda key: key[0])]
+        self._layout, self._addresses = layout_in_place(self._manifest, self._shards)
+        self._coverage = coverage_of(self._manifest, {"relay": self._layout}, "the store")
+
+    def declare(self) -> tuple[Manifest, Sequence[Shard]]:
+        """See :class:`~weightsync.tensors.shards.ShardedState`."""
+        return self._manifest, self._shards
+
+    def holds(self, stored: StoredVersion) -> bool:
+        """Whether the memory has this version."""
+        return all(region.chain == stored.stored.ranks[rank].chain for rank, region in self._regions.items())
+
+    def update(self, stored: StoredVersion, deadline: Deadline) -> None:
+        """Have this version in memory, verified against its digests. Raises what :meth:`KeptRegion.update` raises."""
+        for rank, region in self._regions.items():
+            region.update(stored.stored.ranks[rank].chain, deadline)
+        digests = np.zeros(len(self._layout), np.uint64)
+        digest_rows(self._manifest, self._layout, self._addresses, 0, len(digests), digests)
+        try:
+            self._coverage.check({"relay": digests}, stored.digests)
+        except VerificationError:
+            for region in self._regions.values():
+                region.chain = ()
+            raise
+
+
+class _RelayTrainer(Trainer):
+    """Publishes versions under the labels that they have already, and perhaps one again."""
+
+    _stores = False
+
+    def __init__(self, state: _StoredState, first: Version, coordinator: str, token: str | None, deltas: bool) -> None:
+        self.state, self.first, self.welcomes = state, first, 0
+        super().__init__(state, coordinator, token=token, rank=0, world_size=1, run=first.run, deltas=deltas)
+
+    def _hello(self) -> Hello:
+        hello = super()._hello()
+        # The signature vouches for the digest, so the coordinator holds replicas and this publisher to it.
+        return structs.replace(hello, epoch=self.first.epoch, version=hello.version or self.first)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        super()._welcomed(welcome)
+        self.welcomes += 1
+
+    def _ask(self, wanted: Publish, deadline: Deadline, placing: Placing) -> RoundResult:
+        return super()._ask(structs.replace(wanted, again=True), deadline, placing)
+
+    def tell(self, reason: str) -> None:
+        """Tell the coordinator why no newer version comes, or by an empty text that they come again."""
+        with suppress(WeightSyncError):
+            self._link.call(RelayFailing(reason), _TELLING_SECONDS)
+
+
+class Relay(Closeable):
+    """Publishes the newest version of ``run`` in ``store`` to the replicas of another coordinator, under the same label.
+
+    Host memory: twice the model, and with ``deltas`` a third time. While the store fails, replicas keep their version, and late
+    ones get it from this process. Versions that are stored while one is read or published are skipped, except the last.
+
+    Args:
+        store: The store.
+        run: Id of the run, which the coordinator has, too.
+        public: Public half of the run's key, 32 bytes.
+        coordinator: URL of the coordinator of these replicas.
+        token: Its token; ``None``: as for a :class:`~weightsync.Trainer`.
+        deltas: Let replicas read only words that changed, see :class:`~weightsync.Trainer`.
+        interval: Seconds between two looks at the store. After failures they are up to 60 s apart.
+        timeout: Seconds for reading one version.
+    """
+
+    def __init__(
+        self, store: ObjectStore, run: str, public: bytes, coordinator: str, *, token: str | None = None, deltas: bool = False,
+        interval: float = 10.0, timeout: float = 3600.0,
+    ) -> None:  # fmt: skip
+        self._store, self._run, self._public, self._interval, self._timeout = store, run, public, interval, timeout
+        self._join = partial(_RelayTrainer, coordinator=coordinator, token=token, deltas=deltas)
+        self._threads = DaemonThreads(1, "weightsync-relay")
+        self._reading: Outcome[None] | None = None
+        self._state: _StoredState | None = None
+        self._stored: StoredVersion | None = None
+        """The last version that was in memory whole."""
+        self._trainer: _RelayTrainer | None = None
+        self._published: tuple[Version, int] | None = None
+        """The last version that was published, and the connection by which."""
+        self._stop = Latch()
+
+    def follow(self, *, once: bool = False) -> None:
+        """Publish each newer version, until :meth:`close`. With ``once``, publish the newest one and return.
+
+        Raises:
+            WeightSyncError: Any error with ``once``; otherwise only that the coordinator could not be joined at first.
+        """
+        failing, pause = "", self._interval
+        while not self._stop.is_set:
+            before, failing = failing, ""
+            try:
+                self._turn(once)
+                pause = self._interval
+            except WeightSyncError as error:
+                if once or (self._stored is not None and self._trainer is None and self._published is None):
+                    raise
+                failing, pause = f"{type(error).__name__}: {error}", min(2 * pause, max(self._interval, _LONGEST_PAUSE))
+            if failing != before:
+                text = f"no newer version comes: {failing}. Next attempt in {pause:g} s" if failing else "versions come again"
+                _log.log(logging.ERROR if failing else logging.INFO, "store %s: %s", self._store.url, text)
+            if self._trainer is not None and (failing or before):
+                self._trainer.tell(failing[:_REASON_CHARS])
+            if once or self._stop.wait(pause):
+                return
+
+    def _turn(self, once: bool) -> None:
+        if self._reading is None:
+            self._reading = Outcome()
+            self._threads.submit(partial(self._reading.run, self._read))
+        if not self._reading.over.wait(self._timeout + _SLACK):  # it goes on: no other may change the memory
+            raise DeadlineExceeded("it does not answer")
+        reading, self._reading = self._reading, None
+        try:
+            reading.result()
+        finally:  # a coordinator that was restarted needs the last version, also while the store fails
+            if self._stored is not None and self._state is not None and self._state.holds(self._stored):
+                self._publish(self._stored, self._state, once)
+
+    def _read(self) -> None:
+        """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer."""
+        failure, held, newest = None, self._stored, None
+        for order in reversed(orders(self._store, self._run)):
+            if newest is not None or (held is not None and order <= held.version.order):
+                break
+            try:
+                newest = load(self._store, self._run, order, self._public)
+            except WeightSyncError as error:
+                failure = failure or error
+        stored = newest or held
+        if stored is None:
+            raise failure or StaleSource(f"it has no version of run {self._run} yet")
+        state = self._state
+        if state is None or state.form != _form(stored):
+            state = _StoredState(self._store, stored)
+        if not state.holds(stored):
+            _log.info("reading version %s: %d objects, less those in memory", stored.version, len(stored.objects))
+            state.update(stored, Deadline(self._timeout))
+        self._state, self._stored = state, stored
+        if newest is None and failure is not None:
+            raise failure
+
+    def _publish(self, stored: StoredVersion, state: _StoredState, once: bool) -> None:
+        version, trainer = stored.version, self._trainer
+        if trainer is not None and (trainer.state is not state or trainer.first.epoch != version.epoch):
+            self._trainer = None
+            trainer.close()
+        trainer = self._trainer = self._trainer or self._join(state, version)
+        this = version, trainer.welcomes
+        if self._published == this:
+            return
+        if (last := trainer.last_version or 0) > version.number:
+            raise VersionError(f"it is behind: its newest version is {version}, and version {last} was published here")
+        try:
+            trainer.publish(version.number, step=stored.stored.step)
+        except RoundFailed as error:
+            if once or trainer.version != version:
+                raise
+            _log.warning("%s", error)  # the coordinator updates the others from here
+        if trainer.version != version:
+            raise VerificationError(f"version {trainer.version} was published with other digests than version {version} has")
+        self._published = this
+
+    def close(self) -> None:
+        """Leave the coordinator. Replicas keep what they have. Safe twice, and from another thread."""
+        self._stop.set()
+        self._threads.close()
+        if self._trainer is not None:
+            self._trainer.close()

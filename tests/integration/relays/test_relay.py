@@ -1,0 +1,340 @@
+"""A relay: a process without a model that follows a store, and engines far from the trainer that read from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from tests.integration.server.test_service_lost import process as coordinator
+
+import weightsync
+from weightsync.config import ClientSettings, ServerSettings
+from weightsync.deadline import Deadline
+from weightsync.engines.module import ModuleAdapter
+from weightsync.server.client import Client
+from weightsync.server.server import BackgroundServer
+from weightsync.store.catalog import manifest_path
+from weightsync.store.signing import SigningKey, new_secret
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+SECONDS = 40.0
+RUN = "run"
+INTERVAL = 0.2
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)).bfloat16()
+
+
+def same(served: torch.nn.Module, trained: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, trained[name]) for name, tensor in served.state_dict().items())
+
+
+class Home:
+    """The region of the trainer: a coordinator, a trainer, and their store."""
+
+    def __init__(self, where: str, owned: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.where, self.model = where, model()
+        with monkeypatch.context() as here:
+            here.setenv("WEIGHTSYNC_STORE", where)
+            self.server = owned.enter_context(BackgroundServer(ServerSettings.load(port=0, require=0, run=RUN, state_dir="off")))
+            self.trainer = owned.enter_context(weightsync.Trainer(self.model, self.server.url, deltas=True))
+        self.published: dict[int, tuple[weightsync.Version, dict[str, torch.Tensor]]] = {}
+
+    @property
+    def key(self) -> SigningKey:
+        return self.server.coordinator.stored.key
+
+    def publish(self) -> int:
+        with torch.no_grad():
+            self.model.get_parameter("0.weight")[3, :17] += 1
+        result = self.trainer.publish(step=100 + len(self.published))
+        assert self.trainer.wait_until_stored(SECONDS) == result.version
+        number = result.version.number
+        self.published[number] = result.version, {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        return number
+
+
+class Region:
+    """A coordinator far away, with two engines."""
+
+    def __init__(self, owned: ExitStack, url: str = "") -> None:
+        if not url:
+            settings = ServerSettings.load(port=0, require=0, run=RUN, state_dir="off", heartbeat=0.5)
+            self.server = owned.enter_context(BackgroundServer(settings))
+            url = self.server.url
+        self.url = url
+        self.served = [model(seed) for seed in (1, 2)]
+        self.engines = [
+            owned.enter_context(weightsync.Engine(ModuleAdapter(module), f"far-{index}", url))
+            for index, module in enumerate(self.served)
+        ]
+
+    def serves(self, home: Home, number: int) -> None:
+        """Wait until both engines serve this version of the trainer: its label, its digest, its bits."""
+        version, trained = home.published[number]
+        for engine, module in zip(self.engines, self.served, strict=True):
+            engine.wait_for_version(number, timeout=SECONDS)
+            assert engine.serving == version
+            assert same(module, trained)
+
+    def rounds(self) -> tuple[weightsync.RoundResult, ...]:
+        return self.server.coordinator.status().rounds
+
+    @property
+    def client(self) -> Client:
+        return Client(ClientSettings.load(coordinator=self.url))
+
+
+class Process:
+    """``weightsync relay`` as a process; its log."""
+
+    def __init__(self, home: Home, region: Region | None, *options: str) -> None:
+        command = [sys.executable, "-m", "weightsync", "relay", "--store", home.where, "--run", RUN, "--key", home.key.public_text]
+        command += ["--interval", str(INTERVAL), *options]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "WEIGHTSYNC_PORT": "0"}
+        if region is not None:
+            environment["WEIGHTSYNC_COORDINATOR"] = region.url
+        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+
+    def says(self, pattern: str) -> re.Match[str]:
+        """Wait for a line with this pattern."""
+
+        def match() -> re.Match[str] | None:
+            return next((each for line in self.lines if (each := re.search(pattern, line))), None)
+
+        with self._news:
+            assert self._news.wait_for(lambda: match() is not None, SECONDS), "".join(self.lines)
+            matched = match()
+        assert matched is not None
+        return matched
+
+    def ends(self) -> int:
+        code = self.child.wait(SECONDS)
+        self._thread.join(SECONDS)
+        return code
+
+    def stop(self) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+        self.ends()
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+
+
+@contextmanager
+def relay(home: Home, region: Region | None, *options: str) -> Iterator[Process]:
+    process = Process(home, region, *options)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+def owned() -> Iterator[ExitStack]:
+    with ExitStack() as owned:
+        yield owned
+
+
+@pytest.fixture
+def home(tmp_path: Path, owned: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Home:
+    return Home(str(tmp_path / "store"), owned, monkeypatch)
+
+
+@pytest.fixture
+def region(owned: ExitStack) -> Region:
+    return Region(owned)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = Deadline(SECONDS)
+    while not condition():
+        threading.Event().wait(min(0.05, deadline.remaining(what)))
+
+
+def alerts(region: Region) -> list[str]:
+    with region.client as client:
+        return [alert.text for alert in client.status().alerts]
+
+
+def test_engines_far_away_serve_what_the_trainer_published(home: Home, region: Region) -> None:
+    home.publish()
+    with relay(home, region, "--deltas") as process:
+        region.serves(home, 0)
+        home.publish()
+        region.serves(home, 1)
+        [*_, last] = region.rounds()
+        assert last.step == 101 and {replica.base for replica in last.replicas} == {0}
+        assert last.nbytes == 2 * 17 * 4  # the changed words and their places, to both
+        process.child.send_signal(signal.SIGINT)
+        assert process.ends() == 0 and "relay stopped" in "".join(process.lines)
+    assert alerts(region) == []
+    region.serves(home, 1)
+
+
+@pytest.mark.slow
+def test_a_relay_that_is_killed_has_a_successor(home: Home, region: Region, owned: ExitStack) -> None:
+    home.publish()
+    with relay(home, region) as process:
+        region.serves(home, 0)
+        process.child.kill()
+        process.ends()
+    region.serves(home, 0)
+    late = model(3)
+    engine = owned.enter_context(weightsync.Engine(ModuleAdapter(late), "late", region.url))
+    with relay(home, region):
+        engine.wait_for_version(0, timeout=SECONDS)
+        assert engine.serving == home.published[0][0] and same(late, home.published[0][1])
+        until(lambda: len(region.rounds()) > 1, "the round of the same version")
+        again = {replica.name: replica for replica in region.rounds()[1].replicas}
+        assert again["late"].nbytes > 0  # the others serve it, and are not paused
+        assert all(again[name].phases == {} and again[name].error is None for name in ("far-0", "far-1"))
+        assert region.rounds()[1].ok and region.rounds()[1].version == region.rounds()[0].version
+        home.publish()
+        region.serves(home, 1)
+        engine.wait_for_version(1, timeout=SECONDS)
+
+
+def test_bytes_that_were_changed_in_the_store_are_never_published(home: Home, region: Region, owned: ExitStack) -> None:
+    home.publish()
+    with relay(home, region) as process:
+        region.serves(home, 0)
+        process.child.send_signal(signal.SIGSTOP)
+        home.publish()
+        delta = next(Path(home.where).rglob("1.1.0-*.safetensors"))
+        good = delta.read_bytes()
+        delta.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        process.child.send_signal(signal.SIGCONT)
+        process.says(r"ERROR store .*: no newer version comes: VerificationError: .*it was changed. Next attempt in 0\.4 s")
+        until(lambda: any("relays no newer version: VerificationError" in text for text in alerts(region)), "the alert")
+        assert region.server.coordinator.gauges().relay_failing
+        late = model(3)  # gets the last good version
+        with weightsync.Engine(ModuleAdapter(late), "late", region.url) as engine:
+            engine.wait_for_version(0, timeout=SECONDS)
+            assert same(late, home.published[0][1])
+        region.serves(home, 0)
+        assert [result.version.number for result in region.rounds() if not result.ok or result.version.number] == []
+        delta.write_bytes(good)
+        region.serves(home, 1)
+        process.says("INFO store .*: versions come again")
+        until(lambda: alerts(region) == [] and not region.server.coordinator.gauges().relay_failing, "the end of the alert")
+
+
+def test_a_manifest_that_another_key_signed_is_said_and_passed_over(home: Home, region: Region) -> None:
+    home.publish()
+    genuine = Path(home.where) / manifest_path(RUN, (1, 0))
+    forged = Path(home.where) / manifest_path(RUN, (9, 9))
+    forged.write_bytes(genuine.read_bytes())
+    with relay(home, region) as process:
+        region.serves(home, 0)
+        process.says("ERROR store .*: no newer version comes: AuthenticationError: .* version 9 of epoch 9 of run run")
+        until(lambda: any("relays no newer version: AuthenticationError" in text for text in alerts(region)), "the alert")
+        home.publish()
+        region.serves(home, 1)
+    with relay(home, region, "--key", SigningKey(new_secret()).public_text, "--once") as process:
+        assert process.ends() == 2 and "was not signed with this run's key" in "".join(process.lines)
+
+
+def test_a_coordinator_that_is_restarted_gets_the_version_again(home: Home, owned: ExitStack) -> None:
+    home.publish()
+    child, address = owned.enter_context(coordinator())
+    region = Region(owned, address.url)
+    with relay(home, region) as process:
+        region.serves(home, 0)
+        forged = Path(home.where) / manifest_path(RUN, (9, 9))  # the store fails, too
+        forged.write_bytes(b"forged")
+        process.says("no newer version comes: AuthenticationError")
+        child.kill()
+        child.wait(SECONDS)
+        owned.enter_context(coordinator(address.port))
+        late = model(3)
+        with weightsync.Engine(ModuleAdapter(late), "late", region.url) as engine:
+            engine.wait_for_version(0, timeout=SECONDS)
+            assert engine.serving == home.published[0][0] and same(late, home.published[0][1])
+        forged.unlink()
+        home.publish()
+        region.serves(home, 1)
+
+
+def test_the_coordinator_may_be_in_the_process_of_the_relay(home: Home, owned: ExitStack, tmp_path: Path) -> None:
+    home.publish()
+    with relay(home, None) as process:
+        url = process.says("coordinator of run run at (http://[0-9.:]+)")[1]
+        port = url.rpartition(":")[2]
+        region = Region(owned, url)
+        region.serves(home, 0)
+        process.child.send_signal(signal.SIGTERM)
+        assert process.ends() == 0
+        assert not list((tmp_path / "weightsync").glob(f"{port}.*"))
+    region.serves(home, 0)
+
+
+@pytest.mark.slow
+def test_once(home: Home, region: Region) -> None:
+    with relay(home, region, "--once") as process:
+        assert process.ends() == 1 and "it has no version of run run yet" in "".join(process.lines)
+    home.publish()
+    home.publish()
+    with relay(home, region, "--once") as process:
+        assert process.ends() == 0
+    region.serves(home, 1)
+    assert [result.version.number for result in region.rounds()] == [1]
+    with relay(home, None, "--once") as process:
+        assert process.ends() == 2 and "--once leaves no coordinator behind" in "".join(process.lines)
+
+
+@pytest.mark.slow
+def test_a_store_that_is_behind_is_said_and_nothing_is_published(home: Home, region: Region) -> None:
+    home.publish()
+    home.publish()
+    with relay(home, region, "--once") as process:
+        assert process.ends() == 0
+    region.serves(home, 1)
+    (Path(home.where) / manifest_path(RUN, (1, 1))).unlink()
+    with relay(home, region) as process:
+        process.says("it is behind: its newest version is run@0, and version 1 was published here")
+    region.serves(home, 1)
+    assert len(region.rounds()) == 1
+
+
+def test_the_store_may_be_s3(owned: ExitStack, monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
+    moto = pytest.importorskip("moto.server")
+    served = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    served.start()
+    owned.callback(served.stop)
+    host, port = served.get_host_and_port()
+    aws = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+    for name, value in (aws | {"ALLOW_HTTP": "true"}).items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with urlopen(Request(f"http://{host}:{port}/bucket", method="PUT"), timeout=SECONDS):
+        pass
+    home = Home("s3://bucket/a/prefix", owned, monkeypatch)
+    home.publish()
+    with relay(home, region, "--deltas"):
+        region.serves(home, 0)
+        home.publish()
+        region.serves(home, 1)

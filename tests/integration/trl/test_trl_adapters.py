@@ -1,0 +1,299 @@
+"""The adapter of a PEFT model is published alone where its server takes adapters: with real PEFT, and replicas in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.server.service_support import free_port
+from tests.integration.trl.test_trl_transfer import RolloutServer, Training, generation_of
+
+from weightsync import Engine
+from weightsync.config import Secret, ServerSettings
+from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.integrations.trl.server_mode import ServerModePublisher
+from weightsync.integrations.trl.transfer import JoinOptions
+from weightsync.server.server import BackgroundServer
+
+peft = pytest.importorskip("peft")
+X = torch.linspace(-1, 1, 15).view(3, 5)
+LORA = {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 3}}
+BYTES = 4 * 3 * (5 + 7)
+"""Of the adapter: float32 and rank 3, for a layer of 7 x 5."""
+
+
+def module(seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7))
+
+
+def trained(seed: int, **more: Any) -> Any:
+    config = peft.LoraConfig(**{"r": 3, "target_modules": ["0"], "init_lora_weights": False} | more)
+    return peft.get_peft_model(module(seed), config)
+
+
+def step(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.25)
+
+
+class Replica:
+    """A replica, and the server that TRL samples from."""
+
+    def __init__(self, running: BackgroundServer, rollout: RolloutServer, slots: int = 3, rank: int = 64) -> None:
+        self.served = module(1)
+        self.engine = ModuleAdapter(self.served, adapter_slots=slots, max_lora_rank=rank)
+        rollout.label = lambda: str(self.engine.version)
+        rollout.models = lambda: ["tiny", *self.engine.loras()]
+        rollout.config = LORA
+        self.joined = Engine(self.engine, "one", running.url, token=running.token)
+
+    def answer(self, name: str | None) -> torch.Tensor:
+        with self.engine.in_use(adapter=name), torch.no_grad():
+            answer: torch.Tensor = self.served(X)
+            return answer
+
+    def agrees(self, model: Any, name: str | None) -> bool:
+        with torch.no_grad():
+            return torch.allclose(self.answer(name), model(X), atol=1e-5)
+
+
+@pytest.fixture
+def rollout() -> Iterator[RolloutServer]:
+    server = RolloutServer()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(server.http.serve_forever, 0.02)
+        yield server
+        server.http.shutdown()
+    server.http.server_close()
+
+
+@contextmanager
+def coordinator(run: str = "math", port: int = 0) -> Iterator[BackgroundServer]:
+    with BackgroundServer(ServerSettings.load({}, port=port, run=run, token=Secret("t" * 43))) as running:
+        yield running
+
+
+class Server:
+    """TRL's server mode with one model."""
+
+    def __init__(self, running: BackgroundServer, url: str, model: Any, wait: float = 0.0, **more: Any) -> None:
+        self.generation = generation_of(model, url)
+        options = JoinOptions(running.url, token=running.token, dtype=None, timeout=30, **more)
+        self.publisher, self.training = ServerModePublisher(self.generation, options, wait), Training(url)
+
+    def update(self) -> Any:
+        self.training.call(lambda: self.publisher.publish(self.generation))
+        return self.publisher.result
+
+    @property
+    def asks(self) -> str:
+        return getattr(self.generation.vllm_client, "model", "tiny")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "merges the adapter" in record.getMessage()]
+
+
+def test_the_base_moves_once_and_then_only_the_adapter(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        for number in range(5):
+            step(model)
+            result = server.update()
+            assert str(result.version) == server.asks == f"trl/math@{number}"
+            assert [(each.nbytes, each.paused_seconds, each.verified) for each in result.replicas] == [(BYTES, 0, "installed")]
+            assert replica.agrees(model, server.asks) and replica.agrees(model, "trl/math")
+            assert not replica.agrees(model, None)
+        assert str(replica.engine.version) == "math@1", "the base moved once"
+        assert sorted(replica.engine.loras()) == ["trl/math@3", "trl/math@4"]
+        with model.disable_adapter():
+            assert replica.agrees(model, None)
+        server.publisher.close()
+    assert not told(caplog)
+
+
+def test_a_request_keeps_its_version_during_an_update(rollout: RolloutServer) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2), adapter="alice/math")
+        server.update()
+        with replica.engine.in_use(adapter="alice/math"), torch.no_grad():
+            before = replica.served(X)
+            step(model)
+            assert str(server.update().version) == "alice/math@1"
+            assert torch.equal(replica.served(X), before)
+        assert replica.agrees(model, "alice/math")
+        server.publisher.close()
+
+
+NOT_SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no LoRA": (
+        {"lora_config": None},
+        {},
+        r"without --enable-lora.*start it with --enable-lora --max-lora-rank 8 --max-cpu-loras 3",
+    ),
+    "rank": ({"lora_config": {"max_lora_rank": 2, "max_cpu_loras": 3}}, {}, "started with --max-lora-rank 2 .*--max-lora-rank 8"),
+    "slots": ({"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 2}}, {}, "--max-cpu-loras 2.*--max-cpu-loras 3"),
+    "stale": (LORA, {"args": SimpleNamespace(max_staleness=4)}, "--max-cpu-loras 7"),
+    "data parallel": (LORA | {"parallel_config": {"data_parallel_size": 2}}, {}, "--data-parallel-size"),
+    "own rollouts": (LORA, {"rollout_func": print}, "rollout_func of your own"),
+    "own worker": (LORA, {"rollout_worker": SimpleNamespace()}, "rollout_worker"),
+    "teacher": (LORA, {"use_teacher_server": True}, "teacher on the same server"),
+    "refused": (LORA, {}, "trl/math@0 was not published, and its number is free.*no LoRA layer"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_where_the_server_cannot_the_adapter_is_merged_and_one_line_says_why(
+    case: str, rollout: RolloutServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, trainer, why = NOT_SERVED[case]
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        rollout.config = config
+        server = Server(running, rollout.url, model := trained(2, r=8 if case == "rank" else 3))
+        vars(server.training).update(trainer)
+        if case == "refused":
+            replica.engine.check_lora = refuse  # type: ignore[method-assign, assignment]
+        for number in (1, 2):
+            step(model)
+            result = server.update()
+            assert result.version.number == number + (case == "refused")  # the base was the first
+            assert result.version.run == "math" and server.asks == "tiny"
+            assert replica.agrees(model, None) and not replica.engine.loras()
+        server.publisher.close()
+    (line,) = told(caplog)
+    assert re.search(why, line), line
+
+
+def refuse(*_: object) -> None:
+    raise ConfigurationError("it changes a module that has no LoRA layer")
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["1"]}, {"use_dora": True}])
+def test_an_adapter_with_other_parts_is_merged(
+    more: dict[str, Any], rollout: RolloutServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2, **more))
+        assert server.update().version.run == "math" and replica.agrees(model, None)
+        server.publisher.close()
+    assert len(told(caplog)) == 1
+
+
+def test_a_trainer_that_is_not_known_may_have_requests_that_name_the_base(
+    rollout: RolloutServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        server.publisher.publish(server.generation)
+        assert server.asks == "tiny" and replica.agrees(model, None)
+        server.publisher.close()
+    assert "a method of TRL's trainer has to ask" in told(caplog)[0]
+
+
+def test_merging_stays_an_option(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2), merge=True)
+        assert server.update().version.run == "math" and replica.agrees(model, None)
+        server.publisher.close()
+    assert not told(caplog)
+
+
+def test_a_quantized_base_stays_what_the_server_loaded(rollout: RolloutServer) -> None:
+    """The trainer's bytes are those of 4-bit blocks, say, and no checkpoint has them: only the adapter is needed."""
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        replica.served.load_state_dict(module(2).state_dict())
+        model = trained(2)
+        model.base_model.model.hf_quantizer = object()
+        server = Server(running, rollout.url, model)
+        step(model)
+        assert str(server.update().version) == "trl/math@0"
+        assert replica.agrees(model, "trl/math") and replica.engine.version is None
+        server.publisher.close()
+
+
+def test_a_server_that_is_started_again_gets_the_base_and_the_adapter(rollout: RolloutServer) -> None:
+    with coordinator() as running:
+        server = Server(running, rollout.url, model := trained(2), wait=30)
+        with Replica(running, rollout).joined:
+            server.update()
+        with ThreadPoolExecutor(1) as other:
+            step(model)
+            asked = other.submit(server.update)
+            with pytest.raises(TimeoutError):
+                asked.result(1)
+            with (replica := Replica(running, rollout)).joined:
+                assert asked.result(30).version.run == "trl/math"
+                assert str(replica.engine.version) == "math@2", "it had loaded a base of its own"
+                assert replica.agrees(model, server.asks)
+        server.publisher.close()
+
+
+def test_versions_of_an_earlier_run_leave_their_slots(rollout: RolloutServer) -> None:
+    """The coordinator is started again with another run, and the server stays: it has three slots."""
+    port = free_port()
+    with ExitStack() as lives:
+        with coordinator("first", port) as running:
+            replica = Replica(running, rollout)
+            lives.enter_context(replica.joined)
+            server = Server(running, rollout.url, model := trained(2))
+            for _ in range(3):
+                server.update()
+            server.publisher.close()
+        assert sorted(replica.engine.loras()) == ["trl/first@1", "trl/first@2"]
+        with coordinator("second", port) as running:
+            server = Server(running, rollout.url, model)
+            for _ in range(3):
+                step(model)
+                server.update()
+            assert sorted(replica.engine.loras()) == ["trl/second@1", "trl/second@2"]
+            assert replica.agrees(model, "trl/second")
+            server.publisher.close()
+
+
+def test_versions_of_other_names_need_slots_too(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise an update in the middle of a training found no free slot."""
+    with coordinator() as running, (replica := Replica(running, rollout, slots=4)).joined:
+        rollout.config = {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 4}}
+        first = Server(running, rollout.url, model := trained(2), adapter="alice/math")
+        for _ in range(2):
+            first.update()
+        first.publisher.close()
+        second = Server(running, rollout.url, model, adapter="alice/code")
+        assert second.update().version.run == "math"
+        assert re.search("--max-cpu-loras 4, and holds 2 of others.*--max-cpu-loras 5", told(caplog)[0])
+        second.publisher.close()
+        again = Server(running, rollout.url, model, adapter="alice/math")
+        assert str(again.update().version) == "alice/math@2" and replica.agrees(model, "alice/math")
+        again.publisher.close()
+
+
+@pytest.mark.parametrize("give", ["argument", "variable"])
+def test_a_name_that_is_none_is_refused_before_anything_starts(give: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if give == "variable":
+        monkeypatch.setenv("WEIGHTSYNC_ADAPTER", "policy")
+    with pytest.raises(ConfigurationError, match="an adapter's name is owner/name"):
+        JoinOptions(adapter="policy" if give == "argument" else "")
+
+
+def test_without_a_server_the_first_update_of_an_adapter_says_so(rollout: RolloutServer) -> None:
+    with coordinator() as running:
+        rollout.config = LORA
+        server = Server(running, rollout.url, trained(2))
+        server.publisher._options.timeout = 1
+        with pytest.raises(DeadlineExceeded, match="WEIGHTSYNC_COORDINATOR"):
+            server.update()
+        with (replica := Replica(running, rollout)).joined:
+            server.publisher._options.timeout = 30
+            assert str(server.update().version) == "trl/math@0"
+            assert replica.agrees(server.generation.model, server.asks)
+        server.publisher.close()

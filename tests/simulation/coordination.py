@@ -162,7 +162,9 @@ class CoordinatorProcess(Process):
                 seen["read again while it served"] += 1
             case Audited(replica=name, error=error):
                 seen["other weights were found in what was served"] += 1
-                if not any(engine.wrecked for engine in world.engines.values() if engine.name == name):
+                # A thief is none of these. It overwrites its own parameters, and a look with a key finds what it forged.
+                ours = [engine for engine in world.engines.values() if engine.name == name]
+                if ours and not any(engine.wrecked for engine in ours):
                     world.violated("spoiled", f"{name} was taken out of service with the weights of its version: {error}")
             case ReplicaPhase(phase=phase):
                 seen[f"phase {phase}"] += 1

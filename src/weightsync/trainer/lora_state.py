@@ -15,7 +15,7 @@ from weightsync.model.lora import PREFIX, LoraConfig, lora_modules
 from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name
 
 _MATRIX = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.([^.]+))?(?:\.weight)?")
-_STACKED = 256  # matrices whose numbers are looked at together
+_STACKED = 32 << 20  # bytes of matrices whose numbers are looked at together, in a copy
 _PART_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(\.|\Z)")
 
 State = Mapping[str, torch.Tensor] | ShardedState
@@ -108,7 +108,8 @@ def check_finite(shards: Sequence[Shard], what: str) -> None:
     for shard in shards:
         alike[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape].append(shard.tensor)
     # In few launches, because an adapter of experts has 18,000 matrices: one for each takes ten times as long.
-    parts = (same[first : first + _STACKED] for same in alike.values() for first in range(0, len(same), _STACKED))
+    steps = ((same, max(_STACKED // max(same[0].nbytes, 1), 1)) for same in alike.values())
+    parts = (same[first : first + step] for same, step in steps for first in range(0, len(same), step))
     if not all([torch.stack(part).isfinite().all() for part in parts]):
         wrong = [shard.name for shard in shards if not bool(torch.isfinite(shard.tensor).all())]
         raise ConfigurationError(f"{what} is not published: {wrong[0]} holds NaN or infinity")

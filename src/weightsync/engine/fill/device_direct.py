@@ -54,6 +54,11 @@ class DeviceDirect(DirectFiller):
             wait_for_device(self.device, deadline, f"digesting parameters on {self.device}")
             return self._digest.taken()
 
+    def let_go(self) -> None:
+        """See :meth:`DirectFiller.let_go`. Readers that are closed still have tables on the device."""
+        super().let_go()
+        self._together, self._in_turn = [], []
+
     def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
         """See :meth:`PlanFiller.run`. Complete on the device when it returns."""
         for reader in self._together:

@@ -113,9 +113,8 @@ class SchedulerLoras:
                 own = modules.get(name)
                 if own is not None:
                     a[: own.rank].copy_(tensors[own.a.name])
-                    b[:, : own.rank].copy_(tensors[own.b.name])
-                    if config.scalings:
-                        b.mul_(config.scaling(name))
+                    given = tensors[own.b.name]
+                    b[:, : own.rank].copy_(given * config.scaling(name) if config.scalings else given)  # rounded once
                 held |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
         targets = sorted({name.split(".")[-3] for name in held})
         theirs = LoRAConfig.from_dict({"peft_type": "LORA", "target_modules": targets, "r": rank, "lora_alpha": rank})

@@ -75,3 +75,5 @@ def relay(
             owned.enter_context(relay).follow(once=once)
     except KeyboardInterrupt:
         typer.echo("relay stopped")
+        if once:
+            raise typer.Exit(130) from None

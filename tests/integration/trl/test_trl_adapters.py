@@ -22,6 +22,7 @@ from weightsync.integrations.trl.server_mode import ServerModePublisher
 from weightsync.integrations.trl.transfer import JoinOptions
 from weightsync.server.server import BackgroundServer
 
+pytestmark = [pytest.mark.vllm]
 peft = pytest.importorskip("peft")
 X = torch.linspace(-1, 1, 15).view(3, 5)
 LORA = {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 3}}
@@ -172,6 +173,42 @@ def test_where_the_server_cannot_the_adapter_is_merged_and_one_line_says_why(
         server.publisher.close()
     (line,) = told(caplog)
     assert re.search(why, line), line
+
+
+def test_what_is_trained_beside_the_adapter_is_sent_too(rollout: RolloutServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the adapter was sent, and the server sampled from another policy."""
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        beside = next(own for name, own in model.named_parameters() if model.prefix not in name)
+        beside.requires_grad_(True)
+        for _ in range(2):
+            step(model)
+            with torch.no_grad():
+                beside.add_(0.5)
+            server.update()
+            assert replica.agrees(model, None)
+        server.publisher.close()
+    (line,) = told(caplog)
+    assert "is trained beside the adapter" in line
+
+
+def test_after_a_merge_requests_name_what_they_named_before(rollout: RolloutServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        server.generation.vllm_client.model = "tiny"
+        server.update()
+        assert server.asks == "trl/math@0"
+        server.publisher.close()
+        rollout.config = {"lora_config": None}
+        step(model)
+        server.update()
+        assert server.asks == "tiny" and replica.agrees(model, None)
+        server.publisher.close()
+
+
+def test_the_default_names_cannot_be_given() -> None:
+    with pytest.raises(ConfigurationError, match="trl/alice is reserved"):
+        JoinOptions("http://localhost:1", adapter="trl/alice")
 
 
 def refuse(*_: object) -> None:

@@ -60,7 +60,13 @@ class LoraPublisher:
         if self._merges or not hasattr(model, "merge_adapter"):
             return None
         if self._adapters is None:
-            self.name, _, source = (answer := from_rank_zero(self._choice(model, trainer))).partition("\n")
+            try:
+                choice, failed = self._choice(model, trainer), None
+            except WeightSyncError as error:  # the other ranks wait to hear of it
+                choice, failed = f"\n\n{error}", error
+            self.name, _, source = (answer := from_rank_zero(choice)).partition("\n")
+            if source.startswith("\n"):
+                raise failed or ConfigurationError(f"rank 0 could not publish: {source.strip()}")
             if not source:
                 self._merge(answer)
                 return None
@@ -75,7 +81,7 @@ class LoraPublisher:
         self._published = True
         if self._server is not None:
             self._server.check_label(result.version, adapter=True)
-            with suppress(RoundFailed):  # a replica that is away drops them when it is back
+            with suppress(WeightSyncError):  # a replica that is away drops them when it is back
                 self._adapters.retire(self.name, _KEPT)
         return result
 
@@ -123,6 +129,9 @@ def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> s
     names, worker = model.active_adapters, getattr(trainer, "rollout_worker", None)
     if len(names) != 1 or model.peft_config[names[0]].peft_type != "LORA":
         return f"a single adapter of LoRA can be served, and the model's active ones are {', '.join(names)}"
+    beside = [name for name, own in model.named_parameters() if own.requires_grad and model.prefix not in name]
+    if beside and "modules_to_save" not in beside[0]:  # those are refused by name
+        return f"{beside[0]} is trained beside the adapter"
     if trainer is None:
         return "a method of TRL's trainer has to ask for the first update"
     if (worker is not None and "model_name" not in getattr(worker, "_loop_kwargs", {})) or any(

@@ -122,6 +122,8 @@ class ServerModePublisher:
         if gathers and self._main and not options.merge and hasattr(getattr(generation, "model", None), "merge_adapter"):
             tell(_log, f"{MERGING} TRL gathers what FSDP1 and ZeRO-3 hold in parts. Under FSDP2 only the adapter is sent")
         self._lora = LoraPublisher(options, self._server)
+        self._named: list[Any] = []
+        """What TRL's requests named before they named an adapter."""
         self._trainer: Trainer | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.result: RoundResult | None = None
@@ -170,7 +172,10 @@ class ServerModePublisher:
                 result = self._trainer.publish(options.number(self._trainer), timeout=options.timeout)
             if self._server is not None:
                 self._server.check_label(result.version)
+                if self._named:
+                    generation.vllm_client.model = self._named.pop()
         elif self._main:
+            self._named = self._named or [getattr(generation.vllm_client, "model", None)]
             generation.vllm_client.model = str(result.version)  # what TRL's requests name
         return result
 

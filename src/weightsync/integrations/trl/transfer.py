@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from weightsync.config import ClientSettings, Secret, variable
-from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
@@ -55,6 +55,8 @@ class JoinOptions:
         self.adapter = self.adapter or variable("WEIGHTSYNC_ADAPTER")
         if self.adapter:
             check_adapter_name(self.adapter)
+            if self.adapter.startswith("trl/"):
+                raise ConfigurationError(f"{self.adapter} is reserved: versions of trl/... are retired when a trainer starts")
 
     def check(self) -> str:
         """Return the coordinator's run, so that a wrong address or token fails before any weight is gathered.

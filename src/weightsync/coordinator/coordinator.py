@@ -320,10 +320,10 @@ class Coordinator:
                 self._seeding.cancel()
             async with self._serialize(deadline) as queued:
                 order = asked.epoch, asked.number
-                if order < (last := self._publications.own) or (order == last and not asked.again):
+                if order < (last := self._publications.own) or (order == last and asked.version is None):
                     raise VersionError(f"version {asked.number} cannot be published: the last one is {last[1]}. {REMEDY}")
                 await self.attendance.returned(self.settings.require, deadline.remaining("the round") / 4)
-                known = self._publications.published.get(order) if asked.again else None
+                known = asked.version and self._publications.published.get(order)
                 replicas, absent = self._members.taking_part(known), [left_out(other) for other in self._members.left_out(known)]
                 updated = self._wanted.intersection(replica.name for replica in replicas if replica.complete)
                 self._wanted -= updated

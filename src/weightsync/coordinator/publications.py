@@ -58,6 +58,8 @@ class Publications:
         """Epoch and number of the newest known version, see :meth:`claim`."""
         self.published: dict[tuple[int, int], Version] = {}
         """Published versions by epoch and number, as far as the coordinator or the trainer knows them. The oldest are dropped."""
+        self.promised: Version | None = None
+        """What the publication that runs must become, by a signature."""
         self.windows = KnownWindows[Measured](lambda parts, _: measured(parts))
         """Those of the stream that was published last."""
         self.reserved: set[tuple[int, int]] = set()
@@ -148,7 +150,8 @@ class Publications:
             VersionError: Its number means other bytes already.
         """
         version = placement.version
-        if self.published.get(version.order, version) != version:
+        others = (known for known in (self.published.get(version.order), self.promised) if known is not None)
+        if any(known.order == version.order and known != version for known in others):
             raise VersionError(f"version {version} was published with another digest already, so this one does not exist")
         if version.order >= self.own:  # sources of one adapter place beside each other
             self._placement, self.own = placement, version.order

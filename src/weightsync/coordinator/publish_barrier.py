@@ -23,7 +23,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
-from weightsync.model import PauseMode
+from weightsync.model import PauseMode, Version
 from weightsync.protocol.messages import Publish, RoundResult
 from weightsync.protocol.notices import reminding
 
@@ -55,8 +55,8 @@ class AgreedPublication:
     """The earliest of all ranks."""
     step: int | None = None
     pause_mode: PauseMode | None = None
-    again: bool = False
-    """Whether it may be the last version, with the same bytes."""
+    version: Version | None = None
+    """What it must become. It may be the last version, with the same bytes."""
     calls: Mapping[str, int] = field(default_factory=dict)
     """The call of ``publish()`` by which each trainer rank asked, by member. A rank places for that call only: an interrupted one
     is over for its rank, even if it calls again at once."""
@@ -377,7 +377,7 @@ class PublishBarrier:
     def _check_number(self, member: str, place: _Arrival, number: int | None) -> None:
         epoch = self.epochs.of(place.link.rank)
         last = -1 if epoch is None else self._publications.highest_in(epoch)
-        again = place.asked.again and not self._adapter and (epoch, number) in self._publications.published
+        again = place.asked.version is not None and not self._adapter and (epoch, number) in self._publications.published
         if number is not None and number <= last - again:
             what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
             raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
@@ -400,8 +400,11 @@ class PublishBarrier:
             if gathering.number is None:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
-            again = all(place.asked.again for place in gathering.places.values())
-            if not last - again < gathering.number <= _LAST_NUMBER:
+            version = next((place.asked.version for place in gathering.places.values()), None)
+            if version is not None and version.order != (gathering.epoch, gathering.number):
+                is_now = f"number {gathering.number} of epoch {gathering.epoch}"
+                raise VersionError(f"version {version} cannot be published: here it would be {is_now}. {self._remedy}")
+            if not last - (version is not None) < gathering.number <= _LAST_NUMBER:
                 what = f"{self._adapter}@{gathering.number}" if self._adapter else f"version {gathering.number}"
                 raise VersionError(f"{what} cannot be published: the last one is {last}. {self._remedy}")
             _check_placed(gathering)
@@ -417,7 +420,8 @@ class PublishBarrier:
         step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
         mode = next(iter(gathering.places.values())).asked.pause_mode
         calls = {member: place.asked.call for member, place in gathering.places.items()}
-        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, again, calls))
+        self._publications.promised = version
+        started = self._start(AgreedPublication(gathering.epoch, gathering.number, limit, step, mode, version, calls))
         gathering.follow(started, self._publications.reserved)
 
     # Waiting, and giving up.

@@ -419,8 +419,8 @@ class Publish(Message, frozen=True):
     """Highest number that earlier calls of this process have placed. It may be served, as far as a new coordinator knows."""
     adapter: AdapterSpec | None = None
     """The LoRA adapter whose version this is, equal on all ranks."""
-    again: bool = False
-    """Whether ``number`` may be the last one, with the same bytes: a relay's, for a coordinator that cannot read it any more."""
+    version: Version | None = None
+    """A relay's: what ``number`` must become, by a signature. It may be the last one again, which nobody can read any more."""
 
 
 class CannotPublish(Message, frozen=True):

@@ -103,7 +103,7 @@ class _RelayTrainer(Trainer):
     _stores = False
 
     def __init__(self, state: _StoredState, first: Version, coordinator: str, token: str | None, deltas: bool) -> None:
-        self.state, self.first, self.welcomes = state, first, 0
+        self.state, self.first, self.signed, self.welcomes = state, first, first, 0
         super().__init__(state, coordinator, token=token, rank=0, world_size=1, run=first.run, deltas=deltas)
 
     def _hello(self) -> Hello:
@@ -116,7 +116,7 @@ class _RelayTrainer(Trainer):
         self.welcomes += 1
 
     def _ask(self, wanted: Publish, deadline: Deadline, placing: Placing) -> RoundResult:
-        return super()._ask(structs.replace(wanted, again=True), deadline, placing)
+        return super()._ask(structs.replace(wanted, version=self.signed), deadline, placing)
 
     def tell(self, reason: str) -> None:
         """Tell the coordinator why no newer version comes, or by an empty text that they come again."""
@@ -197,7 +197,8 @@ class Relay(Closeable):
     def _read(self) -> None:
         """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer."""
         failure, held, newest = None, self._stored, None
-        for order in reversed(orders(self._store, self._run)):
+        there = orders(self._store, self._run)
+        for order in reversed(there):
             if newest is not None or (held is not None and order <= held.version.order):
                 break
             try:
@@ -216,6 +217,8 @@ class Relay(Closeable):
         self._state, self._stored = state, stored
         if newest is None and failure is not None:
             raise failure
+        if held is not None and (not there or there[-1] < held.version.order):
+            raise VersionError(f"the store went back: its newest version is older than {held.version}, which was published")
 
     def _publish(self, stored: StoredVersion, state: _StoredState, once: bool) -> None:
         version, trainer = stored.version, self._trainer
@@ -223,11 +226,15 @@ class Relay(Closeable):
             self._trainer = None
             trainer.close()
         trainer = self._trainer = self._trainer or self._join(state, version)
+        if self._stop.is_set:  # by another thread, which may not have seen the trainer
+            trainer.close()
+            return
         this = version, trainer.welcomes
         if self._published == this:
             return
         if (last := trainer.last_version or 0) > version.number:
             raise VersionError(f"it is behind: its newest version is {version}, and version {last} was published here")
+        trainer.signed = version
         try:
             trainer.publish(version.number, step=stored.stored.step)
         except RoundFailed as error:

@@ -270,7 +270,6 @@ def test_a_coordinator_that_is_restarted_gets_the_version_again(home: Home, owne
         forged.write_bytes(b"forged")
         process.says("no newer version comes: AuthenticationError")
         child.kill()
-        child.wait(SECONDS)
         owned.enter_context(coordinator(address.port))
         late = model(3)
         with weightsync.Engine(ModuleAdapter(late), "late", region.url) as engine:

@@ -19,8 +19,8 @@ from weightsync.protocol.store_messages import RelayFailing
 SECONDS = 60.0
 
 
-async def again(world: World, number: int) -> RoundResult:
-    return await world.coordinator.publish("trainer/0", Publish(number, again=True), SECONDS)
+async def again(world: World, version: Version) -> RoundResult:
+    return await world.coordinator.publish("trainer/0", Publish(version.number, version=version), SECONDS)
 
 
 def successor(world: World, last: Version | None) -> TrainerProcess:
@@ -40,7 +40,7 @@ async def test_who_serves_the_version_is_left_alone_and_who_came_late_gets_it() 
     successor(world, version)
     world.add_replica("late")
     world.log.clear()
-    result = await again(world, 4)
+    result = await again(world, version)
     assert result.ok and result.version == version
     assert world.states() == {"a": ("loaded", 4), "late": ("loaded", 4)}
     assert {member for _, member, phase in world.log if phase not in ("prepare", "letgo")} == {"late/0"}
@@ -56,17 +56,17 @@ async def test_nobody_needs_it() -> None:
     world = world_of(1, a=1)
     version = (await world.publish(4)).version
     successor(world, version)
-    result = await again(world, 4)
+    result = await again(world, version)
     assert result.ok and [replica.version for replica in result.replicas] == [4]
 
 
 @virtual
 async def test_only_the_last_number_and_only_if_its_bytes_are_known() -> None:
     world = world_of(1, a=1)
-    await world.publish(3)
+    before = (await world.publish(3)).version
     version = (await world.publish(4)).version
     with pytest.raises(VersionError, match="the last one is 4"):
-        await again(world, 3)
+        await again(world, before)
     with pytest.raises(VersionError, match="the last one is 4"):
         await world.publish(4)
     # A coordinator that was restarted knows a number from an engine, and no digest of it.
@@ -76,9 +76,9 @@ async def test_only_the_last_number_and_only_if_its_bytes_are_known() -> None:
     engine.connect()
     successor(world, None)
     with pytest.raises(VersionError, match="the last one is 4"):
-        await again(world, 4)
+        await again(world, version)
     successor(world, version)
-    assert (await again(world, 4)).ok
+    assert (await again(world, version)).ok
     assert world.states() == {"a": ("loaded", 4)}
 
 
@@ -95,9 +95,37 @@ async def test_other_bytes_are_no_version() -> None:
 
     process.node.place = other
     with pytest.raises(VersionError, match="was published with another digest already"):
-        await again(world, 4)
+        await again(world, version)
     assert world.states() == {"a": ("loaded", 4), "late": ("registered", None)}
     world.check()
+
+
+@virtual
+async def test_a_signed_version_becomes_no_other_one() -> None:
+    """An engine told of a later epoch, and the region served a label that its home never had."""
+    version = (await world_of(1, z=1).publish(10)).version
+    world = World()
+    world.add_replica("honest")
+    world.add_replica("odd")
+    (odd,) = world.replica("odd")
+    odd.disconnect()
+    odd.label = Version(version.run, 3, version.manifest, "ab" * 8, 2)
+    odd.connect()
+    successor(world, version)
+    with pytest.raises(VersionError, match="cannot be published: here it would be number 10 of epoch 2"):
+        await again(world, version)
+    assert world.states()["honest"] == ("registered", None)
+
+
+@virtual
+async def test_a_later_version_is_held_to_its_signature_before_anyone_serves_it() -> None:
+    world = world_of(1, a=1)
+    version = (await world.publish(4)).version
+    other = Version(version.run, 5, version.manifest, "cd" * 8, version.epoch)
+    with pytest.raises(VersionError, match="was published with another digest already"):
+        await again(world, other)
+    assert world.states() == {"a": ("loaded", 4)}
+    assert (await world.publish(5)).ok
 
 
 @virtual

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from tests.integration.server.service_support import free_port
 from tests.integration.trl.test_trl_transfer import RolloutServer, Training, generation_of
+from tests.integration.trl.trl_ranks import update
 
 from weightsync import Engine
 from weightsync.config import Secret, ServerSettings
@@ -204,6 +207,38 @@ def test_after_a_merge_requests_name_what_they_named_before(rollout: RolloutServ
         server.update()
         assert server.asks == "tiny" and replica.agrees(model, None)
         server.publisher.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_all_ranks_do_what_rank_zero_does(own: bool, tmp_path: Path) -> None:
+    """Rank 1 waited for rank 0 in another collective until the group's timeout: only rank 0 knows its trainer's transfer."""
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with ProcessPoolExecutor(2, get_context("spawn")) as ranks:
+        results = list(ranks.map(update, (0, 1), [str(tmp_path / "store")] * 2, [nobody] * 2, [own] * 2))
+    if own:
+        assert results[0].startswith("CoordinatorUnreachable: ")
+        assert results[1] == f"ConfigurationError: rank 0 could not publish: {results[0].partition(': ')[2]}"
+    else:
+        assert results == ["merged"] * 2
+
+
+def test_a_coordinator_that_ends_after_an_update_ends_no_training(rollout: RolloutServer) -> None:
+    """Old versions are retired on rank 0 alone, so its error would have left the others without it."""
+    with ExitStack() as lives:
+        running = lives.enter_context(coordinator())
+        server = Server(running, rollout.url, model := trained(2))
+        with (replica := Replica(running, rollout)).joined:
+            server.update()
+            step(model)
+
+            def models() -> list[str]:  # asked after the update, and before the retirement
+                lives.close()
+                server.publisher._options.timeout = 1
+                return ["tiny", *replica.engine.loras()]
+
+            rollout.models = models
+            assert str(server.update().version) == "trl/math@1"
+            server.publisher.close()
 
 
 def test_the_default_names_cannot_be_given() -> None:

@@ -82,7 +82,7 @@ class LoraPublisher:
         if self._server is not None:
             self._server.check_label(result.version, adapter=True)
             with suppress(WeightSyncError):  # a replica that is away drops them when it is back
-                self._adapters.retire(self.name, _KEPT)
+                self._adapters.retire(self.name, _KEPT, timeout=self._options.timeout)
         return result
 
     def _choice(self, model: Any, trainer: object) -> str:  # noqa: ANN401 - PEFT's

@@ -17,6 +17,7 @@ from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
+from weightsync.launch import from_rank_zero
 from weightsync.model.lora import check_adapter_name
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
@@ -251,7 +252,7 @@ def _unmerged(merging: Callable[..., tuple[float, float, float]]) -> Callable[..
     @functools.wraps(merging)
     def synchronize(self: Any, began: float) -> tuple[float, float, float]:  # noqa: ANN401 - TRL's trainer
         transfer = WeightTransfer._latest
-        theirs = self.accelerator.is_main_process and self.weight_transfer is not transfer
+        theirs = from_rank_zero("" if self.weight_transfer is transfer else "theirs")  # the others' trainers have none
         if transfer is None or theirs or not transfer.publish_adapter(self):
             return merging(self, began)
         return began, began, time.time()

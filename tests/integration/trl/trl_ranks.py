@@ -1,0 +1,40 @@
+"""Two ranks of an asynchronous trainer of TRL's, as far as an update decides who sends the weights. No TRL is needed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from weightsync.errors import WeightSyncError
+from weightsync.integrations.trl import WeightTransfer
+from weightsync.integrations.trl.transfer import _unmerged
+
+SECONDS = 20.0
+
+
+def merging(trainer: Any, began: float) -> tuple[float, float, float]:
+    dist.barrier()  # TRL's first step
+    trainer.merged = True
+    return began, began, began
+
+
+def update(rank: int, store: str, coordinator: str, own: bool) -> str:
+    """Ask for one update on ``rank`` of two, and say how it went. Rank 0 has the transfer made last, if it is its ``own``."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS))
+    transfer = WeightTransfer(coordinator, token="t" * 43, server=coordinator, timeout=1)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(is_main_process=rank == 0, unwrap_model=lambda model: model),
+        weight_transfer=None if rank else transfer if own else object(),
+        model=SimpleNamespace(merge_adapter=print),
+        merged=False,
+    )
+    try:
+        _unmerged(merging)(trainer, 0.0)
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
+    return "merged" if trainer.merged else "published"

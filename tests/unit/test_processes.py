@@ -77,7 +77,7 @@ sys.exit(7)
         with pytest.raises(AssertionError, match="exit code 7"):
             child.output()
     with ChildProcess("-c", "import tests.processes, weightsync; print('x' * 300_000)") as child:
-        assert child.output() == "x" * 300_000 + "\n"  # what nobody asked for does not hold it up
+        assert child.output() == "x" * 300_000 + "\n"  # what no test has read does not hold it up
 
 
 def test_a_line_that_never_comes_is_an_error_that_shows_what_came() -> None:

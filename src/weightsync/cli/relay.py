@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from weightsync.cli.commands import EXIT_INTERRUPTED
 from weightsync.cli.options import LogJson, LogLevel, TokenFile, configure_logs, setting, token_in
 from weightsync.cli.store import OfRun, OpenedStore, PublicKey, StoreUrl
 
@@ -76,4 +77,4 @@ def relay(
     except KeyboardInterrupt:
         typer.echo("relay stopped")
         if once:
-            raise typer.Exit(130) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -160,7 +160,7 @@ class Loras:
                 served[label] = held
             else:
                 rest[version.run].append(version.number)
-                why = "others serve or got with another digest" if other else "not all of its ranks have"
+                why = "others serve, or were sent, with another digest" if other else "not all of its ranks have"
                 _log.warning("replica %s drops %s, which %s", replica.name, label, why)
         held_here = [(held.version.run, held.version.number) for report in reports for held in report.values()]
         reported = self._reported[replica.name] = dict(held_here)

@@ -400,7 +400,8 @@ class PublishBarrier:
             if gathering.number is None:
                 before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
-            version = next((place.asked.version for place in gathering.places.values()), None)
+            versions = {place.asked.version for place in gathering.places.values()}
+            version = versions.pop() if len(versions) == 1 and not self._adapter else None
             if version is not None and version.order != (gathering.epoch, gathering.number):
                 is_now = f"number {gathering.number} of epoch {gathering.epoch}"
                 raise VersionError(f"version {version} cannot be published: here it would be {is_now}. {self._remedy}")

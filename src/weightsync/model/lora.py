@@ -90,7 +90,7 @@ def adapter_label(name: str, number: int) -> str:
 def check_extents(adapter: str, module: LoraModule, output: int, inputs: int, most: int) -> None:
     """Raise ConfigurationError unless ``module`` changes a layer of ``inputs`` and ``output``, by a rank of at most ``most``.
 
-    Engines would copy smaller matrices into a part of their own.
+    Engines would copy smaller matrices into a part of the layer.
     """
     if (module.b.shape[0], module.a.shape[1]) != (output, inputs) or module.rank > most:
         raise ConfigurationError(

@@ -420,7 +420,7 @@ class Publish(Message, frozen=True):
     adapter: AdapterSpec | None = None
     """The LoRA adapter whose version this is, equal on all ranks."""
     version: Version | None = None
-    """A relay's: what ``number`` must become, by a signature. It may be the last one again, which nobody can read any more."""
+    """A relay's: what ``number`` must become, by a signature. It may be the last one again, for replicas that came since."""
 
 
 class CannotPublish(Message, frozen=True):

@@ -14,6 +14,7 @@ from msgspec import structs
 from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
 from weightsync.errors import (
+    AuthenticationError,
     DeadlineExceeded,
     RoundFailed,
     SharedMemoryTooSmall,
@@ -161,7 +162,8 @@ class Relay(Closeable):
         """Publish each newer version, until :meth:`close`. With ``once``, publish the newest one and return.
 
         Raises:
-            WeightSyncError: Any error with ``once``; otherwise only that the coordinator could not be joined at first.
+            WeightSyncError: Any error with ``once``; otherwise only that the coordinator could not be joined at first, or that
+            nothing in the store is signed with the key.
         """
         failing, pause = "", self._interval
         while not self._stop.is_set:
@@ -170,7 +172,7 @@ class Relay(Closeable):
                 self._turn(once)
                 pause = self._interval
             except WeightSyncError as error:
-                if once or (self._stored is not None and self._trainer is None and self._published is None):
+                if once or self._cannot_begin(error):
                     raise
                 failing, pause = f"{type(error).__name__}: {error}", min(2 * pause, max(self._interval, _LONGEST_PAUSE))
             if failing != before:
@@ -180,6 +182,12 @@ class Relay(Closeable):
                 self._trainer.tell(failing[:_REASON_CHARS])
             if once or self._stop.wait(pause):
                 return
+
+    def _cannot_begin(self, error: WeightSyncError) -> bool:
+        """Whether somebody must correct the key, or the coordinator's address or token."""
+        if self._stored is None:
+            return isinstance(error, AuthenticationError)
+        return self._trainer is None and self._published is None
 
     def _turn(self, once: bool) -> None:
         if self._reading is None:
@@ -197,8 +205,8 @@ class Relay(Closeable):
     def _read(self) -> None:
         """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer."""
         failure, held, newest = None, self._stored, None
-        there = orders(self._store, self._run)
-        for order in reversed(there):
+        listed = orders(self._store, self._run)
+        for order in reversed(listed):
             if newest is not None or (held is not None and order <= held.version.order):
                 break
             try:
@@ -217,7 +225,7 @@ class Relay(Closeable):
         self._state, self._stored = state, stored
         if newest is None and failure is not None:
             raise failure
-        if held is not None and (not there or there[-1] < held.version.order):
+        if held is not None and (not listed or listed[-1] < held.version.order):
             raise VersionError(f"the store went back: its newest version is older than {held.version}, which was published")
 
     def _publish(self, stored: StoredVersion, state: _StoredState, once: bool) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from tests.integration.server.service_support import free_port
 from tests.integration.server.test_service_lost import process as coordinator
+from tests.processes import ChildProcess
 
 import weightsync
+from weightsync.cli.commands import EXIT_INTERRUPTED
+from weightsync.cli.store import OpenedStore
 from weightsync.config import ClientSettings, ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
@@ -25,6 +28,7 @@ from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 from weightsync.store.catalog import manifest_path
 from weightsync.store.signing import SigningKey, new_secret
+from weightsync.trainer.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -98,60 +102,20 @@ class Region:
         return Client(ClientSettings.load(coordinator=self.url))
 
 
-class Process:
-    """``weightsync relay`` as a process; its log."""
+class RelayProcess(ChildProcess):
+    """``weightsync relay`` as a process; what it prints is its log."""
 
     def __init__(self, home: Home, region: Region | None, *options: str) -> None:
-        command = [sys.executable, "-m", "weightsync", "relay", "--store", home.where, "--run", RUN, "--key", home.key.public_text]
-        command += ["--interval", str(INTERVAL), *options]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "WEIGHTSYNC_PORT": "0"}
-        if region is not None:
-            environment["WEIGHTSYNC_COORDINATOR"] = region.url
-        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
-            with self._news:
-                self.lines.append(line)
-                self._news.notify_all()
+        arguments = ("--store", home.where, "--run", RUN, "--key", home.key.public_text, "--interval", INTERVAL, *options)
+        place = {} if region is None else {"WEIGHTSYNC_COORDINATOR": region.url}
+        environment = {"WEIGHTSYNC_PORT": "0", **place}
+        super().__init__("-m", "weightsync", "relay", *arguments, stderr=subprocess.STDOUT, environment=environment)
 
     def says(self, pattern: str) -> re.Match[str]:
         """Wait for a line with this pattern."""
-
-        def match() -> re.Match[str] | None:
-            return next((each for line in self.lines if (each := re.search(pattern, line))), None)
-
-        with self._news:
-            assert self._news.wait_for(lambda: match() is not None, SECONDS), "".join(self.lines)
-            matched = match()
-        assert matched is not None
-        return matched
-
-    def ends(self) -> int:
-        code = self.child.wait(SECONDS)
-        self._thread.join(SECONDS)
-        return code
-
-    def stop(self) -> None:
-        if self.child.poll() is None:
-            self.child.kill()
-        self.ends()
-        assert self.child.stdout is not None
-        self.child.stdout.close()
-
-
-@contextmanager
-def relay(home: Home, region: Region | None, *options: str) -> Iterator[Process]:
-    process = Process(home, region, *options)
-    try:
-        yield process
-    finally:
-        process.stop()
+        while (match := re.search(pattern, self.printed)) is None:
+            self.line(SECONDS)
+        return match
 
 
 @pytest.fixture
@@ -183,7 +147,7 @@ def alerts(region: Region) -> list[str]:
 
 def test_engines_far_away_serve_what_the_trainer_published(home: Home, region: Region) -> None:
     home.publish()
-    with relay(home, region, "--deltas") as process:
+    with RelayProcess(home, region, "--deltas") as process:
         region.serves(home, 0)
         home.publish()
         region.serves(home, 1)
@@ -191,8 +155,8 @@ def test_engines_far_away_serve_what_the_trainer_published(home: Home, region: R
         [*_, last] = region.rounds()
         assert {replica.base for replica in last.replicas} == {0}
         assert last.nbytes == 2 * 17 * 4  # the changed words and their places, to both
-        process.child.send_signal(signal.SIGINT)
-        assert process.ends() == 0 and "relay stopped" in "".join(process.lines)
+        process.send_signal(signal.SIGINT)
+        assert process.exit_code(SECONDS) == 0 and "relay stopped" in process.printed
     assert alerts(region) == []
     region.serves(home, 1)
 
@@ -200,14 +164,13 @@ def test_engines_far_away_serve_what_the_trainer_published(home: Home, region: R
 @pytest.mark.slow
 def test_a_relay_that_is_killed_has_a_successor(home: Home, region: Region, owned: ExitStack) -> None:
     home.publish()
-    with relay(home, region) as process:
+    with RelayProcess(home, region) as process:
         region.serves(home, 0)
-        process.child.kill()
-        process.ends()
+        process.kill()
     region.serves(home, 0)
     late = model(3)
     engine = owned.enter_context(weightsync.Engine(ModuleAdapter(late), "late", region.url))
-    with relay(home, region):
+    with RelayProcess(home, region):
         engine.wait_for_version(0, timeout=SECONDS)
         assert engine.serving == home.published[0][0] and same(late, home.published[0][1])
         until(lambda: len(region.rounds()) > 1, "the round of the same version")
@@ -222,14 +185,14 @@ def test_a_relay_that_is_killed_has_a_successor(home: Home, region: Region, owne
 
 def test_bytes_that_were_changed_in_the_store_are_never_published(home: Home, region: Region, owned: ExitStack) -> None:
     home.publish()
-    with relay(home, region) as process:
+    with RelayProcess(home, region) as process:
         region.serves(home, 0)
-        process.child.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         home.publish()
         delta = next(Path(home.where).rglob("1.1.0-*.safetensors"))
         good = delta.read_bytes()
         delta.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        process.child.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
         process.says(r"ERROR store .*: no newer version comes: VerificationError: .*it was changed. Next attempt in 0\.4 s")
         until(lambda: any("relays no newer version: VerificationError" in text for text in alerts(region)), "the alert")
         assert region.server.coordinator.gauges().relay_failing
@@ -250,21 +213,21 @@ def test_a_manifest_that_another_key_signed_is_said_and_passed_over(home: Home, 
     genuine = Path(home.where) / manifest_path(RUN, (1, 0))
     forged = Path(home.where) / manifest_path(RUN, (9, 9))
     forged.write_bytes(genuine.read_bytes())
-    with relay(home, region) as process:
+    with RelayProcess(home, region) as process:
         region.serves(home, 0)
         process.says("ERROR store .*: no newer version comes: AuthenticationError: .* version 9 of epoch 9 of run run")
         until(lambda: any("relays no newer version: AuthenticationError" in text for text in alerts(region)), "the alert")
         home.publish()
         region.serves(home, 1)
-    with relay(home, region, "--key", SigningKey(new_secret()).public_text, "--once") as process:
-        assert process.ends() == 2 and "was not signed with this run's key" in "".join(process.lines)
+    with RelayProcess(home, region, "--key", SigningKey(new_secret()).public_text, "--once") as process:
+        assert process.exit_code(SECONDS) == 2 and "was not signed with this run's key" in process.printed
 
 
 def test_a_coordinator_that_is_restarted_gets_the_version_again(home: Home, owned: ExitStack) -> None:
     home.publish()
     child, address = owned.enter_context(coordinator())
     region = Region(owned, address.url)
-    with relay(home, region) as process:
+    with RelayProcess(home, region) as process:
         region.serves(home, 0)
         forged = Path(home.where) / manifest_path(RUN, (9, 9))  # the store fails, too
         forged.write_bytes(b"forged")
@@ -282,40 +245,97 @@ def test_a_coordinator_that_is_restarted_gets_the_version_again(home: Home, owne
 
 def test_the_coordinator_may_be_in_the_process_of_the_relay(home: Home, owned: ExitStack, tmp_path: Path) -> None:
     home.publish()
-    with relay(home, None) as process:
+    with RelayProcess(home, None) as process:
         url = process.says("coordinator of run run at (http://[0-9.:]+)")[1]
         port = url.rpartition(":")[2]
         region = Region(owned, url)
         region.serves(home, 0)
-        process.child.send_signal(signal.SIGTERM)
-        assert process.ends() == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.exit_code(SECONDS) == 0
         assert not list((tmp_path / "weightsync").glob(f"{port}.*"))
     region.serves(home, 0)
 
 
 @pytest.mark.slow
 def test_once(home: Home, region: Region) -> None:
-    with relay(home, region, "--once") as process:
-        assert process.ends() == 1 and "it has no version of run run yet" in "".join(process.lines)
+    with RelayProcess(home, region, "--once") as process:
+        assert process.exit_code(SECONDS) == 1 and "it has no version of run run yet" in process.printed
     home.publish()
     home.publish()
-    with relay(home, region, "--once") as process:
-        assert process.ends() == 0
+    with RelayProcess(home, region, "--once") as process:
+        assert process.exit_code(SECONDS) == 0
     region.serves(home, 1)
     assert [result.version.number for result in region.rounds()] == [1]
-    with relay(home, None, "--once") as process:
-        assert process.ends() == 2 and "--once leaves no coordinator behind" in "".join(process.lines)
+    with RelayProcess(home, None, "--once") as process:
+        assert process.exit_code(SECONDS) == 2 and "--once leaves no coordinator behind" in process.printed
+
+
+def test_once_that_is_interrupted_is_no_success(home: Home) -> None:
+    home.publish()
+    with RelayProcess(home, None, "--once", "--coordinator", f"http://127.0.0.1:{free_port()}") as process:
+        process.says("reading version run@0")
+        process.send_signal(signal.SIGTERM)
+        assert process.exit_code(SECONDS) == EXIT_INTERRUPTED
+
+
+def test_a_wrong_key_is_an_error_at_once(home: Home, region: Region) -> None:
+    home.publish()
+    other = SigningKey(new_secret()).public_text
+    with RelayProcess(home, region, "--key", other) as process:
+        assert process.exit_code(SECONDS) not in (0, -signal.SIGKILL)
+        assert "AuthenticationError" in process.printed or "not signed" in process.printed
+
+
+def test_a_store_that_goes_back_is_an_alert_and_changes_nothing(home: Home, region: Region) -> None:
+    home.publish()
+    home.publish()
+    with RelayProcess(home, region) as process:
+        region.serves(home, 1)
+        (Path(home.where) / manifest_path(RUN, (1, 1))).unlink()
+        process.says("no newer version comes: VersionError: the store went back: its newest version is older than run@1")
+        until(lambda: any("the store went back" in text for text in alerts(region)), "an alert")
+        home.publish()
+        region.serves(home, 2)
+        process.says("versions come again")
+
+
+class _Slow:
+    """A store that takes a second for each read."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, *where: Any) -> Any:
+        threading.Event().wait(1)
+        return self._store.read(*where)
+
+
+def test_a_relay_that_is_closed_while_it_reads_leaves_no_trainer(home: Home, region: Region) -> None:
+    home.publish()
+    opened = OpenedStore(home.where, RUN, home.key.public_text)
+    slow = Relay(_Slow(opened.store), RUN, opened.public, region.url, token=region.server.token, interval=INTERVAL)  # type: ignore[arg-type]
+    following = threading.Thread(target=slow.follow)
+    following.start()
+    threading.Event().wait(0.5)
+    slow.close()
+    following.join(SECONDS)
+    assert not following.is_alive()
+    status = region.server.coordinator.status()
+    assert status.trainer == () and status.last == -1
 
 
 @pytest.mark.slow
 def test_a_store_that_is_behind_is_said_and_nothing_is_published(home: Home, region: Region) -> None:
     home.publish()
     home.publish()
-    with relay(home, region, "--once") as process:
-        assert process.ends() == 0
+    with RelayProcess(home, region, "--once") as process:
+        assert process.exit_code(SECONDS) == 0
     region.serves(home, 1)
     (Path(home.where) / manifest_path(RUN, (1, 1))).unlink()
-    with relay(home, region) as process:
+    with RelayProcess(home, region) as process:
         process.says("it is behind: its newest version is run@0, and version 1 was published here")
     region.serves(home, 1)
     assert len(region.rounds()) == 1
@@ -334,7 +354,7 @@ def test_the_store_may_be_s3(owned: ExitStack, monkeypatch: pytest.MonkeyPatch, 
         pass
     home = Home("s3://bucket/a/prefix", owned, monkeypatch)
     home.publish()
-    with relay(home, region, "--deltas"):
+    with RelayProcess(home, region, "--deltas"):
         region.serves(home, 0)
         home.publish()
         region.serves(home, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -52,7 +54,7 @@ async def test_who_serves_the_version_is_left_alone_and_who_came_late_gets_it() 
 
 
 @virtual
-async def test_nobody_needs_it() -> None:
+async def test_no_replica_needs_it() -> None:
     world = world_of(1, a=1)
     version = (await world.publish(4)).version
     successor(world, version)
@@ -126,6 +128,19 @@ async def test_a_later_version_is_held_to_its_signature_before_anyone_serves_it(
         await again(world, other)
     assert world.states() == {"a": ("loaded", 4)}
     assert (await world.publish(5)).ok
+
+
+@virtual
+async def test_ranks_that_differ_about_it_publish_a_new_version_or_none() -> None:
+    world = world_of(2, a=1)
+    version = (await world.publish(4)).version
+
+    async def ask(rank: int, wanted: Version | None) -> RoundResult:
+        return await world.coordinator.publish(f"trainer/{rank}", Publish(4, 2, version=wanted, count=2), SECONDS)
+
+    results = await asyncio.gather(ask(0, version), ask(1, None), return_exceptions=True)
+    assert all(isinstance(result, VersionError) for result in results), results
+    assert world.states() == {"a": ("loaded", 4)}
 
 
 @virtual

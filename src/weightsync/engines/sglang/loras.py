@@ -142,7 +142,7 @@ class SchedulerLoras:
         deadline, answer = Deadline(min(timeout, _ANSWER_SECONDS)), Future[str]()
         self._answers[step.lora_id] = answer
         try:
-            self._loop.send(deadline, f"of {step.label}", step)
+            self._loop.send(deadline, f"for {step.label}", step)
             refused = answer.result(deadline.left)
         except TimeoutError:
             raise DeadlineExceeded(

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from weightsync.integrations.trl.transfer import JoinOptions
 
 _KEPT = 2  # versions that new requests may name
-_OWNER = "trl/"
+OWNER = "trl/"
+"""Beginning of default names. Versions of earlier runs under such names are retired."""
 MERGING = "each update merges the adapter into its base and moves all weights:"
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class LoraPublisher:
         """Leave the coordinator, at the latest at the end of the process. Replicas keep what they serve. Safe twice."""
 
     def publish(self, model: Any, trainer: object) -> RoundResult | None:  # noqa: ANN401 - Transformers' or PEFT's
-        """Bring the adapter of ``model`` as it is now to every replica. ``None``: it has to be merged, and the log said once why.
+        """Bring the adapter of ``model`` as it is now to every replica. ``None``: it has to be merged, and one log line says why.
 
         Nothing is paused. Running requests go on with the version that they began with. ``trainer`` is TRL's.
 
@@ -90,7 +91,7 @@ class LoraPublisher:
         if self._server is None:
             return ""
         run = re.sub(r"[^A-Za-z0-9._-]", "-", self._options.check())[:64].lstrip("._-")
-        name = self._options.adapter or _OWNER + (run or "policy")
+        name = self._options.adapter or OWNER + (run or "policy")
         return _why_merged(model, name, self._server, trainer).replace("\n", " ") or f"{name}\n{uuid.uuid4().hex}"
 
     def _joined(self, model: Any, source: str) -> Adapters:  # noqa: ANN401 - PEFT's
@@ -111,7 +112,7 @@ class LoraPublisher:
             )  # fmt: skip
             owned.enter_context(adapters)
             left = {label.partition("@")[0] for label in (self._server.labels() if self._server else ())}
-            for name in {name for name in left if name.startswith(_OWNER)} - {self.name}:
+            for name in {name for name in left if name.startswith(OWNER)} - {self.name}:
                 with suppress(WeightSyncError):  # an earlier run's versions would keep their slots
                     adapters.retire(name, 0)
             self._owned.callback(owned.pop_all().close)
@@ -143,7 +144,7 @@ def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> s
     except ConfigurationError as error:
         return str(error)
     lora = config.get("lora_config") or {"max_lora_rank": 0, "max_cpu_loras": 0}
-    others = {label for label in labels if "@" in label and not label.startswith((f"{name}@", _OWNER))}
+    others = {label for label in labels if "@" in label and not label.startswith((f"{name}@", OWNER))}
     slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0) + len(others)
     if lora["max_lora_rank"] >= rank and lora["max_cpu_loras"] >= slots:
         several = (config.get("parallel_config") or {}).get("data_parallel_size", 1) > 1

@@ -171,9 +171,9 @@ class ServerModePublisher:
                     self._closer = weakref.finalize(self, self._trainer.close)
                 result = self._trainer.publish(options.number(self._trainer), timeout=options.timeout)
             if self._server is not None:
-                self._server.check_label(result.version)
                 if self._named:
                     generation.vllm_client.model = self._named.pop()
+                self._server.check_label(result.version)
         elif self._main:
             self._named = self._named or [getattr(generation.vllm_client, "model", None)]
             generation.vllm_client.model = str(result.version)  # what TRL's requests name

@@ -14,7 +14,7 @@ import torch
 
 from weightsync.config import ClientSettings, Secret, variable
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
-from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher
+from weightsync.integrations.trl.lora_publisher import MERGING, OWNER, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.launch import from_rank_zero
@@ -56,8 +56,8 @@ class JoinOptions:
         self.adapter = self.adapter or variable("WEIGHTSYNC_ADAPTER")
         if self.adapter:
             check_adapter_name(self.adapter)
-            if self.adapter.startswith("trl/"):
-                raise ConfigurationError(f"{self.adapter} is reserved: versions of trl/... are retired when a trainer starts")
+            if self.adapter.startswith(OWNER):
+                raise ConfigurationError(f"{self.adapter} is reserved: names of {OWNER} are retired when another run starts")
 
     def check(self) -> str:
         """Return the coordinator's run, so that a wrong address or token fails before any weight is gathered.
@@ -129,7 +129,7 @@ class WeightTransfer(JoinOptions):
         server: URL of the server that TRL samples from, which must serve each update's version. Default: the trainer's
             ``vllm_server_base_url``.
         adapter: Name, ``owner/name``, under which the adapter of a PEFT model is published, if the server takes adapters. Default:
-            ``WEIGHTSYNC_ADAPTER``, else ``trl/`` and the run of the coordinator.
+            ``WEIGHTSYNC_ADAPTER``, or ``trl/`` and the run of the coordinator.
         merge: Whether each update merges the adapter into the base weights and moves all of them, as it does where the server
             takes no adapters.
     """

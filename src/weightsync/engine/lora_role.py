@@ -15,6 +15,7 @@ import torch
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.filler import FillContext
@@ -168,12 +169,9 @@ class LoraRole(SessionFront):
         if staging is None or staging.plan.digest != body.plan.digest or staging.plan.sources != body.plan.sources:
             self._release()
             staging = self._staging = _LoraStaging(self._context, body, manifest, deadline)
-            try:
+            with OnFailure(self._release):
                 self.session.check_abort()  # an abort before the filler was in its place did not reach it
                 staging.filler.prepare(deadline)
-            except BaseException:
-                self._release()
-                raise
         self._prepared = spec, body.number
         failpoints.reached("engine.lora.prepared")
         return Prepared(digest=staging.filler.digest, transports=staging.filler.transports)
@@ -184,20 +182,14 @@ class LoraRole(SessionFront):
             raise ProtocolError(f"{self.session.member} is not prepared for {adapter_label(body.name, body.number)}")
         self._prepared, spec = None, prepared[0]
         label = adapter_label(body.name, body.number)
-        try:
+        with OnFailure(self._release):  # its connections may be beyond use
             filled = staging.filler.run(body.number, deadline)
-        except BaseException:
-            self._release()  # its connections may be beyond use
-            raise
         failpoints.reached("engine.lora.received")
         self._staged = label, spec
-        try:
+        with OnFailure(self._unstage):
             copies = _calling(partial(self._adapter.stage_lora, label, spec, staging.tensors()), label)
             digests = filled.digests if copies is None else _digests(staging.manifest, copies, deadline)
             self.session.check_abort()
-        except BaseException:
-            self._unstage()
-            raise
         failpoints.reached("engine.lora.staged")
         return Moved(
             nbytes=staging.filler.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
@@ -217,13 +209,10 @@ class LoraRole(SessionFront):
             self._taken[name] = max(self._taken.pop(name, -1), body.version.number)
             if len(self._taken) > _REMEMBERED:
                 del self._taken[next(iter(self._taken))]
-            try:
+            with OnFailure(self._unstage):
                 _calling(partial(self._adapter.register_lora, body.version), label)
                 failpoints.reached("engine.lora.registered")
                 self.session.check_abort()
-            except BaseException:
-                self._unstage()
-                raise
             self._served[label] = HeldLora(body.version, staged[1])
             self._staged = None
 

@@ -22,7 +22,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from weightsync.closing import Closeable
+from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -177,15 +177,12 @@ class CoordinatorConnection(Closeable):
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
         timeout = self._settings.timeouts.connect + 2 * _GRACE
         soon = min(NOTICE_SECONDS, timeout)
-        try:
+        with OnFailure(self.close):
             if not self._first.over.wait(soon):
                 self._tell_waiting()
             if not self._first.over.wait(timeout - soon):
                 raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time"))
             return self._first.result()
-        except BaseException:
-            self.close()
-            raise
 
     def call(self, body: Body, timeout: float) -> Body:
         """Ask the coordinator, from any thread but that of the links, and return its answer.

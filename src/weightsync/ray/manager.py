@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from weightsync.closing import Closeable
+from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret, ServerSettings, agent_environment
 from weightsync.coordinator.status import Status
 from weightsync.deadline import Deadline
@@ -180,11 +180,8 @@ class Manager(Closeable):
         _refuse_captured(group.source)
         self._remove(group.replica)
         calls = ActorCalls("joining", [(place, group.join(place, self._access)) for place in group.places])
-        try:
+        with OnFailure(self._leave, group):
             calls.wait(timeout)
-        except BaseException:
-            self._leave(group)
-            raise
         self._members.add(group)
 
     def remove_replica(self, name: str) -> None:

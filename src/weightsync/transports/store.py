@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.config import variable
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, TransportUnavailable
@@ -61,11 +62,8 @@ class StoreReader(BlockingReader):
         self._aborted: Future[None] = Future()
         self._region: StoredRegion | None = None
         self._layout_digest = ""
-        try:
+        with OnFailure(self.close):
             self._bounded(self._open, deadline)
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self) -> None:
         address = self._address

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from weightsync import failpoints
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
 from weightsync.tensors.cuda.waiting import wait_for_event
@@ -71,7 +72,7 @@ class LaunchAhead:
         with torch.cuda.device(self._device):
             own = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(own)
-            try:
+            with OnFailure(self._drain):
                 for bucket in range(count):
                     while len(filled) < min(bucket + 1 + self._ahead, count):
                         fill()
@@ -92,9 +93,6 @@ class LaunchAhead:
                     started = time.perf_counter()
                     wait_for_event(loaded[-1], deadline, "the engine's loader")
                     waited += time.perf_counter() - started
-            except BaseException:
-                self._drain()
-                raise
         return waited, worked
 
     def _drain(self) -> None:

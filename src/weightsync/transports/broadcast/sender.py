@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightsync.arrays import Int64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -264,11 +265,8 @@ class BroadcastPublisher(ListeningPublisher):
         self._closing = False
         self._apart = EMPTY
         """The version whose windows go to each reader alone."""
-        try:
+        with OnFailure(wire.close):
             super().__init__(transport, key, local_host, listen)
-        except BaseException:
-            wire.close()
-            raise
 
     def _serve(self, channel: Channel) -> None:
         member = _Member(channel, self._region.header)

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from weightsync.arrays import Int64, UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError
 from weightsync.protocol.messages import Memory
@@ -114,13 +115,10 @@ class NixlReader(ConnectedReader, HeaderReader):
         self._plan: _ReadPlan | None = None  # made when it is missing
         self._frames_asked = self._frames_taken = 0
         self._stop = threading.Event()
-        try:
+        with OnFailure(self.close):
             self._page_token = agent.register("host", span_of(self._page))
             super().__init__(dial, deadline)
             self._describe(self._connected(deadline), deadline)
-        except BaseException:
-            self.close()
-            raise
 
     def _describe(self, channel: Channel, deadline: Deadline) -> MemoryDescription:
         """Ask where the publisher's memory lies now."""
@@ -190,12 +188,9 @@ class NixlReader(ConnectedReader, HeaderReader):
         if self._plan is None:
             described = self._describe(self._connected(deadline), deadline)
             plan = _ReadPlan(self._agent)
-            try:
+            with OnFailure(plan.close, deadline):
                 self._fill(plan, described)
                 self._touch(described, deadline)
-            except BaseException:
-                plan.close(deadline)
-                raise
             self._plan = plan
         return self._plan
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol.messages import Host, Memory, Offer, Traits
@@ -50,7 +51,7 @@ class _Registration:
 
     def __init__(self, region: PublishedRegion | CudaRegion, options: Mapping[str, str], buffer_bytes: int) -> None:
         self.agent = Agent(options)
-        try:
+        with OnFailure(self.close):
             if isinstance(region, CudaRegion):
                 exported = region.exported
                 number, offset, size = exported.regions()
@@ -66,9 +67,6 @@ class _Registration:
                 self.regions = np.array([[region.address, region.nbytes]], np.int64)
                 self._page = region.memory
                 self.agent.register("host", span_of(self._page))
-        except BaseException:
-            self.close()
-            raise
         self.layout_digest, self.buffer_bytes = region.layout_digest, buffer_bytes
 
     memory: Memory
@@ -155,11 +153,8 @@ class NixlPublisher(ListeningPublisher):
         self._lock = threading.Lock()
         self._current = _Registration(region, self._options, self._buffer_bytes)
         self.budget = TableBudget(self._total)
-        try:
+        with OnFailure(self._current.close):
             super().__init__(transport, key, local_host, ListenAddress(bind))
-        except BaseException:
-            self._current.close()
-            raise
 
     def registration(self) -> _Registration:
         """Return the current registration: a new one, with a new agent, if the trainer's memory has moved."""

@@ -18,8 +18,8 @@ from weightsync.arrays import UInt64
 from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
-from weightsync.engine.fill.host_direct import HostDirect
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession
 from weightsync.engine.session_front import SessionFront

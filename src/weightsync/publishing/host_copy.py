@@ -1,9 +1,15 @@
-"""Copy of a trainer rank's shards to its host region, with conversion and digests in the same pass."""
+"""Copy of a trainer rank's shards to its host region, with conversion and digests in the same pass.
+
+Copies, to a host region, of shards that are converted or on an accelerator: many at a time, digested on the way.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -12,11 +18,184 @@ from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.publishing.gathered_rows import GatheredRows
+from weightsync.model.layout import packed_strides
+from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.digest import columns_address, digest_rows, row_table
 from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
+
+_HOST_BYTES = 512 << 10  # of one group, which is still in the cache when it is copied
+_DEVICE_BYTES = 32 << 20
+_ALIGNMENT = 64  # of rows in a region; a larger gap belongs to other rows
+
+Cut = tuple[slice, ...]
+
+
+@dataclass
+class _RowGroup:
+    """Shards, or parts of one, that are gathered together. They are neighbors in the region."""
+
+    target: int
+    """Address in the region."""
+    nbytes: int
+    cuts: list[tuple[int, Cut]]
+    """Row and part."""
+    offsets: list[int]
+    places: list[torch.Tensor]
+    """Where they are gathered."""
+
+
+class GatheredRows:
+    """Copies ``rows``, whose shards are on ``device``, to a host region at ``address``, laid out by ``layout``, again and again.
+
+    A group of shards, or of parts of them, is gathered and converted in up to ``group_bytes`` of memory. If the shards are on a
+    CUDA device it is there, where they are digested, and they cross in one copy. Otherwise it is in host memory, from where they
+    are copied to the region in the pass that digests them.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shards: Sequence[Shard],
+        layout: Layout,
+        address: int,
+        rows: Sequence[int],
+        device: torch.device,
+        group_bytes: int = 0,
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        self._shards, self._dims = shards, manifest.dims
+        self._groups = list(
+            _grouped(manifest, shards, layout, address, rows, group_bytes or (_DEVICE_BYTES if on_gpu else _HOST_BYTES))
+        )
+        most = max([group.nbytes for group in self._groups], default=0)
+        self._gathered = torch.zeros(most, dtype=torch.uint8, device=device if on_gpu else None)
+        for group in self._groups:
+            group.places = [
+                _place(self._gathered, offset, torch_dtype(manifest[int(layout.tensor[row])].dtype), cut)
+                for (row, cut), offset in zip(group.cuts, group.offsets, strict=True)
+            ]
+        counts = [len(group.cuts) for group in self._groups]
+        self._rows, starts, extents = _columns(layout, [cut for group in self._groups for cut in group.cuts])
+        for group in self._groups:  # a whole shard is not indexed: that takes 5 µs for each of 18,000
+            cuts = zip(group.cuts, group.places, strict=True)
+            group.cuts = [(row, () if place.shape == shards[row].box.shape else cut) for (row, cut), place in cuts]
+        tensors = layout.tensor[self._rows]
+        itemsizes = manifest.itemsizes[tensors]
+        strides = packed_strides(extents, itemsizes)
+        offsets = np.array([offset for group in self._groups for offset in group.offsets], np.int64)
+        self._digest: DeviceDigest | None = None
+        if on_gpu:
+            which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+            sizes = tuple(group.nbytes for group in self._groups)
+            pieces = Layout(manifest, tensors, starts, starts + extents, which, offsets, strides, sizes)
+            self._digest = DeviceDigest(manifest, pieces, device)
+            self._digest.build([self._gathered.data_ptr()] * len(sizes))
+        else:
+            self._targets = offsets + np.repeat(np.array([group.target for group in self._groups], np.int64), counts)
+            addresses = offsets + self._gathered.data_ptr()
+            self._table = row_table(addresses, starts, starts + extents, strides, manifest.shapes[tensors], itemsizes)
+
+    @torch.no_grad()
+    def place(self, out: UInt64, flag: Int8, deadline: Deadline | None) -> None:
+        """Copy the current contents, and add the digest of each row to ``out[row]``.
+
+        Raises:
+            Aborted: ``flag[0]`` was set while a group was copied. Between two groups this returns early.
+            DeadlineExceeded: ``deadline`` passed.
+        """
+        first, digests = 0, np.zeros(len(self._rows), np.uint64)
+        with nullcontext() if self._digest is None else torch.cuda.device(self._gathered.device):
+            for group in self._groups:
+                if flag[0]:
+                    return
+                if deadline is not None:
+                    deadline.remaining("copying shards from their device")
+                sources = [self._shards[row].tensor[cut] if cut else self._shards[row].tensor for row, cut in group.cuts]
+                if self._digest is not None:
+                    self._gathered.zero_()  # what lies between rows crosses too
+                torch._foreach_copy_(group.places, sources)
+                last = first + len(group.cuts)
+                if self._digest is None:
+                    self._copy(first, last, digests, flag)
+                else:
+                    self._digest.launch(first, last)
+                    torch.from_numpy(bytes_at(group.target, group.nbytes)).copy_(self._gathered[: group.nbytes])
+                first = last
+            if self._digest is not None and self._groups:
+                digests = self._digest.taken()
+        np.add.at(out, self._rows, digests)
+
+    def _copy(self, first: int, last: int, digests: UInt64, flag: Int8) -> None:
+        addresses = self._table.ctypes.data, self._targets.ctypes.data, digests[first:].ctypes.data
+        if digest_table(addresses[0], self._dims, first, last, *addresses[1:], columns_address, flag.ctypes.data) < last - first:
+            raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
+
+
+def _place(memory: torch.Tensor, offset: int, dtype: torch.dtype, cut: Cut) -> torch.Tensor:
+    shape = [part.stop - part.start for part in cut]
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _columns(layout: Layout, cuts: Sequence[tuple[int, Cut]]) -> tuple[Int64, Int64, Int64]:
+    """Row, first index and extent in each dimension of parts of rows."""
+    rows = np.array([row for row, _ in cuts], np.int64)
+    starts, extents = layout.starts[rows].copy(), np.ones((len(cuts), layout.starts.shape[1]), np.int64)
+    for index, (_, cut) in enumerate(cuts):
+        if cut:
+            starts[index, -len(cut) :] += [part.start for part in cut]
+            extents[index, -len(cut) :] = [part.stop - part.start for part in cut]
+    return rows, starts, extents
+
+
+def _grouped(
+    manifest: Manifest, shards: Sequence[Shard], layout: Layout, address: int, rows: Sequence[int], most: int
+) -> Iterator[_RowGroup]:
+    """Yield groups of at most about ``most`` bytes, which lie as they will in the region."""
+    group = _RowGroup(0, 0, [], [], [])
+    for row in rows:
+        width, target = int(manifest.itemsizes[layout.tensor[row]]), int(layout.offset[row]) + address
+        if (
+            group.cuts and (target - group.target) % _ALIGNMENT
+        ):  # it began in the middle of a row: nothing after it would be aligned
+            yield group
+            group = _RowGroup(0, 0, [], [], [])
+        for cut in chunks(shards[row].box.shape, max(most // width, 1)):
+            size = width * prod(part.stop - part.start for part in cut)
+            if not size:
+                continue
+            offset = target - group.target
+            if group.cuts and (offset + size > most or offset - group.nbytes >= _ALIGNMENT):
+                yield group
+                group = _RowGroup(0, 0, [], [], [])
+            if not group.cuts:
+                group.target, offset = target, 0
+            group.cuts.append((row, cut))
+            group.offsets.append(offset)
+            group.nbytes = offset + size
+            target += size
+    if group.cuts:
+        yield group
+
+
+def chunks(shape: tuple[int, ...], most: int) -> Iterator[Cut]:
+    """Yield consecutive runs, in C order, of at most ``most`` elements of a tensor of ``shape``. Each run is a box."""
+    inner, dim = 1, len(shape)
+    while dim and inner * shape[dim - 1] <= most:
+        dim -= 1
+        inner *= shape[dim]
+    if not dim:
+        yield tuple(slice(0, extent) for extent in shape)
+        return
+    # Dimensions from ``dim`` on fit whole, the one before is cut into steps, earlier ones are split by index.
+    step = max(most // inner, 1)
+    rest = tuple(slice(0, extent) for extent in shape[dim:])
+    for index in np.ndindex(*shape[: dim - 1]):
+        for start in range(0, shape[dim - 1], step):
+            lead = tuple(slice(i, i + 1) for i in index)
+            yield (*lead, slice(start, min(start + step, shape[dim - 1])), *rest)
+
 
 Write = Callable[[Iterable[tuple[Shard, torch.Tensor]], Int8], None]
 """Fills the memory of shards; see :meth:`weightsync.tensors.quantization.QuantizedShards.write`."""
@@ -28,7 +207,7 @@ class HostPublisher:
     """Copies the ``shards`` of a trainer rank to a host region at ``address``, laid out by ``layout``, any number of times.
 
     ``layout`` is :func:`~weightsync.tensors.memory_layout.packed_layout` of the same shards. Each is read exactly once, and the
-    digest covers what was read, or what it was converted to (:class:`~weightsync.publishing.gathered_rows.GatheredRows`). Those on
+    digest covers what was read, or what it was converted to (:class:`~weightsync.publishing.host_copy.GatheredRows`). Those on
     the meta device are written by ``write``, and the digest covers the region.
 
     Raises:

@@ -8,7 +8,7 @@ import pytest
 
 from weightsync.errors import AuthenticationError
 from weightsync.transports.net import encrypted_records
-from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
+from weightsync.transports.net.tls import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
-from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous
+from weightsync.transports.broadcast.reader import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader

@@ -31,8 +31,7 @@ from weightsync.transports.net.frames import wanted_tiles
 from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import Handlers, Ready, RegisterTiles, TableBudget, serve_requests
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices, span_of
-from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
-from weightsync.transports.nixl.reader import POSTING_THREADS, NixlReader
+from weightsync.transports.nixl.reader import MESSAGES, POSTING_THREADS, DescribeMemory, MemoryDescription, NixlReader, Pack
 from weightsync.transports.nixl.staged_frames import (
     BUFFER_BYTES,
     MOST_BUFFER_BYTES,

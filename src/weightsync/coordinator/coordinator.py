@@ -43,15 +43,13 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
-from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.replicas import Replica, replica_gauges, replica_status, reported_version, validate
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.reported_versions import reported_version, validate
 from weightsync.coordinator.round import quarantine, run_round
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
-from weightsync.coordinator.status_of import replica_gauges, replica_status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, MembershipError, StaleSource, VersionError, WeightSyncError, readable

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import Future
+from typing import TypeVar
 
 from weightsync.errors import ConfigurationError, DeadlineExceeded
+
+T = TypeVar("T")
 
 _MOST_SECONDS = threading.TIMEOUT_MAX / 2  # half: a wait may add its own margin
 
@@ -37,6 +41,17 @@ class Deadline:
         if left := self.left:
             return left
         raise DeadlineExceeded(self._late(what))
+
+    def result(self, future: Future[T], what: str) -> T:
+        """What ``future`` gives. Raises its error, or :class:`~weightsync.errors.DeadlineExceeded`: ``what`` took too long."""
+        try:
+            return future.result(self.remaining(what))
+        except TimeoutError:
+            if future.done():  # its own
+                raise
+            raise DeadlineExceeded(self._late(what)) from None
+        finally:
+            del future  # its error's traceback refers to this frame, and would keep what the error's other frames refer to
 
     def _late(self, what: str) -> str:
         return f"{what} did not finish within {self.seconds:g} s"

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -66,10 +67,6 @@ _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of startin
 _FAN_OUT_SECONDS = 1.0
 
 
-async def _no_announcement() -> None:
-    pass
-
-
 class Coordinator:
     """Control side of one run, on one event loop; close it with :meth:`aclose`. ``store_key`` makes the key of stored versions."""
 
@@ -91,7 +88,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
-        self.announced: Callable[[], Awaitable[None]] = _no_announcement
+        self.announced: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         """Returns when routers know which replicas serve now; by default there are none."""
         self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -21,9 +19,9 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
 from weightsync.engine.read_back import ReadBack
-from weightsync.engine.session import EngineSession
+from weightsync.engine.session import EngineSession, as_load_error
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError, WeightSyncError
+from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
@@ -35,7 +33,6 @@ from weightsync.transports.host.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _SHOWN = 16
 _REMEMBERED = 1 << 16  # names; a Hello has room for so many
 
@@ -187,7 +184,8 @@ class LoraRole(SessionFront):
         failpoints.reached("engine.lora.received")
         self._staged = label, spec
         with OnFailure(self._unstage):
-            copies = _calling(partial(self._adapter.stage_lora, label, spec, staging.tensors()), label)
+            with as_load_error(f"the engine could not take {label}"):
+                copies = self._adapter.stage_lora(label, spec, staging.tensors())
             digests = filled.digests if copies is None else _digests(staging.manifest, copies, deadline)
             self.session.check_abort()
         failpoints.reached("engine.lora.staged")
@@ -210,7 +208,8 @@ class LoraRole(SessionFront):
             if len(self._taken) > _REMEMBERED:
                 del self._taken[next(iter(self._taken))]
             with OnFailure(self._unstage):
-                _calling(partial(self._adapter.register_lora, body.version), label)
+                with as_load_error(f"the engine could not take {label}"):
+                    self._adapter.register_lora(body.version)
                 failpoints.reached("engine.lora.registered")
                 self.session.check_abort()
             self._served[label] = HeldLora(body.version, staged[1])
@@ -225,7 +224,8 @@ class LoraRole(SessionFront):
                 if self._staged is not None and self._staged[0] == label:
                     self._staged = None
                 self._served.pop(label, None)
-                dropping.callback(_calling, partial(self._adapter.drop_lora, label), label)
+                dropping.enter_context(as_load_error(f"the engine could not drop {label}"))
+                dropping.callback(self._adapter.drop_lora, label)
 
     def _check_base(self, label: str, spec: AdapterSpec) -> None:
         """Raise VersionError unless the engine holds the base of the adapter."""
@@ -257,15 +257,6 @@ class LoraRole(SessionFront):
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
-
-
-def _calling(call: Callable[[], T], label: str) -> T:
-    try:
-        return call()
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        raise LoadError(f"the engine could not take {label}: {type(error).__name__}: {error}") from error
 
 
 def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> UInt64:

@@ -441,6 +441,17 @@ def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Seq
     return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]
 
 
+@contextmanager
+def as_load_error(what: str) -> Iterator[None]:
+    """Raise what an engine's code raises as a :class:`~weightsync.errors.LoadError` that says ``what`` failed; our own as it is."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def load_all(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], None], name: str, tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
@@ -449,12 +460,7 @@ def load_all(
     Raises :class:`~weightsync.errors.LoadError` if the loader raises, or leaves tensors of its iterator untaken.
     """
     left = iter(tensors)
-    try:
+    with as_load_error(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({few((n for n, _ in tensors), 3)})"):
         load(left)
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        names = few((name for name, _ in tensors), 3)
-        raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}): {error!r}") from error
     if missed := sum(1 for _ in left):
         raise LoadError(f"the {name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket")

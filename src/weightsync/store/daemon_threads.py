@@ -33,6 +33,16 @@ class DaemonThreads:
         return future
 
 
+def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Do ``work`` on a daemon thread of that name, which ends with it. The process can end while it hangs."""
+    jobs: _Jobs = queue.SimpleQueue()
+    future: Future[T] = Future()
+    jobs.put((future, work))
+    jobs.put(None)
+    threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
+    return future
+
+
 def _end(jobs: _Jobs, threads: int) -> None:
     with suppress(queue.Empty):
         while (job := jobs.get_nowait()) is not None:

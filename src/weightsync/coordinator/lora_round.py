@@ -10,8 +10,6 @@ A replica stages one version at a time. If others wait for it while the trainer 
 
 A replica serves the version only after each of its ranks has staged and verified it. One that fails drops what it staged, serves
 what it served before, and delays no other. If no replica can take the version, none is placed, so its number is not used up.
-
-Turns of publications of adapters at one replica, which stages one version at a time.
 """
 
 from __future__ import annotations

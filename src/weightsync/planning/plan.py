@@ -3,13 +3,11 @@
 Boxes are intersected once for each geometry (:mod:`weightsync.planning.geometry`) and kept as *templates*. The pieces of a target
 are expanded from them on demand, by array indexing, so a plan holds little more than its layouts.
 
-Choice among several sources that hold the same box: same host first, then equal loads.
-
-A target prefers the holders in its memory domain, else those on its machine, else all. The boxes for which the same members remain
-form a **pool**. The bytes that a pool must deliver are laid end to end, target after target and in layout order within a target.
-They are cut into as many equal spans as the pool has members. A piece goes to the member whose span contains the middle of the
-piece. So each member's share of a pool differs from the mean by at most the largest piece, most targets read from only one member
-of a pool, and at any time different targets read from different members.
+Among several sources that hold the same box, a target prefers the holders in its memory domain, else those on its machine, else
+all. The boxes for which the same members remain form a **pool**. The bytes that a pool must deliver are laid end to end, target
+after target and in layout order within a target. They are cut into as many equal spans as the pool has members. A piece goes to the
+member whose span contains the middle of the piece. So each member's share of a pool differs from the mean by at most the largest
+piece, most targets read from only one member of a pool, and at any time different targets read from different members.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Copy of a trainer rank's shards to its host region, with conversion and digests in the same pass.
 
-Copies, to a host region, of shards that are converted or on an accelerator: many at a time, digested on the way.
-
-A copy of a trainer rank's shards on its GPU, in the published dtype, filled and digested there.
+Shards that are converted or on an accelerator are copied many at a time. Where readers reach the GPU's memory, the copy is there,
+in the published dtype, filled and digested on the GPU.
 """
 
 from __future__ import annotations

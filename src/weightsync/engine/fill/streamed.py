@@ -1,10 +1,8 @@
 """Streamed delivery: whole tensors are staged in buckets, and the engine's own loader takes them bucket by bucket.
 
-Streamed delivery through host memory: bucket ``k + 1`` is received and digested while the loader works on bucket ``k``.
-
-The ring of staging buckets where readers launch: a CUDA stream fills the next bucket while the engine's loader works.
-
-Streamed delivery on a CUDA device: buckets in its memory, for a loader that takes them there.
+Through host memory, bucket ``k + 1`` is received and digested while the loader works on bucket ``k``. On a CUDA device, for a
+loader that takes its tensors there, the buckets are in its memory: where readers launch, a CUDA stream fills the next one while the
+loader works.
 """
 
 from __future__ import annotations

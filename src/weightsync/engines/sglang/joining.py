@@ -1,8 +1,6 @@
 """Joining of one SGLang scheduler process to a coordinator, as a rank of a replica.
 
-Adapter of one SGLang rank: direct delivery, or staging of whole tensors for the loader of SGLang's model.
-
-Loading of whole checkpoint tensors into a running SGLang model, through the loader of its class.
+Its adapter delivers directly, or stages whole checkpoint tensors for the loader of the running model's class.
 """
 
 from __future__ import annotations

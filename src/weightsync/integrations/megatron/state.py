@@ -1,8 +1,7 @@
 """The shards of one Megatron-core rank, as views of its live parameters. Needs no import of Megatron, and no collective.
 
-The rules of a whole model, and the manifest of the Hugging Face tensors that they give.
-
-What a model's own ``sharded_state_dict()`` says of its parameters, compared with what the rules say.
+Rules for the model's family give each parameter's part of the Hugging Face tensors, and so the manifest. They are compared with
+what the model's own ``sharded_state_dict()`` says of its parameters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Additive digest of every row of a layout in GPU memory, in one launch, bit for bit equal to the CPU's.
 
-Table for the digest kernel: a layout's rows cut into windows of runs by array operations. Uses no torch.
+The kernel's table has the layout's rows, cut into windows of runs by array operations.
 """
 
 from __future__ import annotations

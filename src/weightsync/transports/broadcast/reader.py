@@ -1,7 +1,4 @@
-"""The reader of every broadcast transport: it asks its publisher, and joins the process group that the publisher names.
-
-Messages of ``collective`` and ``nccl`` beside the common ones.
-"""
+"""The reader of every broadcast transport: it asks its publisher, and joins the process group that the publisher names."""
 
 from __future__ import annotations
 

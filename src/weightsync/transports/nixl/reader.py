@@ -1,7 +1,4 @@
-"""The reader's end of ``nixl``: plans which runs are read directly and which in frames, and pulls both.
-
-Messages of ``nixl`` beside the common ones.
-"""
+"""The reader's end of ``nixl``: plans which runs are read directly and which in frames, and pulls both."""
 
 from __future__ import annotations
 

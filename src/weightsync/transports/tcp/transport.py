@@ -3,9 +3,8 @@
 Both ends prove themselves (:mod:`weightsync.transports.net.handshake`). Beyond loopback the connection is encrypted
 (:mod:`weightsync.transports.net.tls`), unless the publisher's settings say that the network is trusted.
 
-Tiles through a socket by compiled loops: no Python, and no pass over memory that the cache does not serve, for each run.
-
-The reader of a stream: it puts what arrives where it belongs.
+Compiled loops send the tiles, and put what arrives where it belongs: no Python, and no pass over memory that the cache does not
+serve, for each run.
 """
 
 from __future__ import annotations

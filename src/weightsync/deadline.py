@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
 
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -42,9 +42,19 @@ class Deadline:
             return left
         raise DeadlineExceeded(self._late(what))
 
-    def result(self, future: Future[T], what: str) -> T:
-        """What ``future`` gives. Raises its error, or :class:`~weightsync.errors.DeadlineExceeded`: ``what`` took too long."""
+    def result(self, future: Future[T], what: str, aborted: Future[Any] | None = None) -> T:
+        """What ``future`` gives.
+
+        Raises:
+            DeadlineExceeded: ``what`` took too long.
+            Aborted: ``aborted`` is done.
+            BaseException: The error of ``future``.
+        """
         try:
+            if aborted is not None:
+                wait((future, aborted), self.remaining(what), FIRST_COMPLETED)
+                if aborted.done():
+                    raise Aborted(f"{what} was aborted")
             return future.result(self.remaining(what))
         except TimeoutError:
             if future.done():  # its own

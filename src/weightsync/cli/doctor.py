@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weightsync.config import ClientSettings
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.errors import TransportUnavailable
 from weightsync.model import milliseconds
 from weightsync.protocol.round_log import size
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, Status, ask_coordinator, find_release
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.transports.hostinfo import own_address, reachable_address, text_of
 
 _FEW_FILES = 4096

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import DeadlineExceeded, RoundFailed, few
 from weightsync.protocol.messages import RoundResult
-from weightsync.store.daemon_threads import in_daemon_thread
 
 GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""

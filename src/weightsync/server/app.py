@@ -220,9 +220,8 @@ class Service:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
         for mount in self._mounts:
             mount.close()
-        await (
-            self._coordinator.aclose()
-        )  # before agents go: a replica in the middle of an update can still be ordered to stay paused
+        # Before agents go: a replica in the middle of an update can still be ordered to stay paused.
+        await self._coordinator.aclose()
         if self._routers is not None:  # before the agents: routers must not hear that all replicas left
             await self._routers.aclose()
         await self._agents.aclose(reason)

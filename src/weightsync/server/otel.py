@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
-from weightsync.store.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

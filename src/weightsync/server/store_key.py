@@ -8,10 +8,10 @@ from pathlib import Path
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.stored_versions import StoredVersions
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.tokens import kept_secret
 from weightsync.store.catalog import folder_of, newest
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import SigningKey, StoredVersion, new_secret
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost
-from weightsync.store.daemon_threads import in_daemon_thread
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import Dial
 from weightsync.transports.net.handshake import greet_publisher

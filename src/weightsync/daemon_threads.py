@@ -1,4 +1,4 @@
-"""Threads that wait for a store, perhaps for minutes, and hold up no exit of their process meanwhile."""
+"""Threads that wait for something else, perhaps for minutes, and hold up no exit of their process meanwhile."""
 
 from __future__ import annotations
 

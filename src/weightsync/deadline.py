@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
@@ -65,3 +68,18 @@ class Deadline:
 
     def _late(self, what: str) -> str:
         return f"{what} did not finish within {self.seconds:g} s"
+
+
+@asynccontextmanager
+async def within(seconds: float, late: Callable[[], str]) -> AsyncIterator[None]:
+    """Cancel the block after so many seconds, and raise :class:`~weightsync.errors.DeadlineExceeded` with what ``late`` returns."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if scope.expired():
+            raise DeadlineExceeded(late()) from None
+        raise
+    finally:
+        del scope  # and with it the task: the traceback of its error refers to this frame

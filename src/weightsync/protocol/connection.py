@@ -24,7 +24,7 @@ from websockets.frames import CloseCode
 
 from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret
-from weightsync.deadline import Deadline
+from weightsync.deadline import Deadline, within
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
@@ -458,12 +458,10 @@ class CoordinatorConnection(Closeable):
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"
-        try:
-            async with asyncio.timeout(deadline.remaining(what)):
-                with reminding(self._tell_waiting):
-                    await self._connected.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
+        left = deadline.remaining(what)
+        async with within(left, lambda: f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}"):
+            with reminding(self._tell_waiting):
+                await self._connected.wait()
         if self._calls is None:
             raise ConnectionLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))

@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 from weightsync.errors import AuthenticationError
-from weightsync.transports.net import encrypted_records
+from weightsync.transports.net import tls
 from weightsync.transports.net.tls import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 
@@ -66,7 +66,7 @@ def test_a_length_is_checked_before_anything_is_allocated(ends: tuple[Sealing, O
 
 
 def test_keys_follow_each_other(ends: tuple[Sealing, Opening], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encrypted_records, "RECORDS_PER_KEY", 3)
+    monkeypatch.setattr(tls, "RECORDS_PER_KEY", 3)
     sealing, opening = ends
     keys = set()
     for number in range(10):

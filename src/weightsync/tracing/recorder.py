@@ -35,6 +35,7 @@ _FILLING = {
     "cauchy_",
     "geometric_",
 }
+_EXACT = {torch.float8_e8m0fnu, torch.bfloat16, torch.float16}
 _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
 
 
@@ -82,7 +83,7 @@ def _tensors(values: object) -> list[torch.Tensor]:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows checkpoint tensors through all operators that run inside it. Never writes to parameters.
 
-    With ``converts`` a conversion from E8M0 to float32, which is exact, counts as a copy: of the tensor as float32.
+    With ``converts`` a conversion to float32 that is exact counts as a copy: of the tensor as float32.
 
     ``changed`` gives, by tensor index, why a tensor cannot be delivered as plain copies. ``stuck`` is the operator that ran when a
     loader raised.
@@ -176,9 +177,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dst = int(target.storage_offset()) * size
         steps = [stride * size for stride in target.stride()]
         pieces = self.pieces_of(source, map_of(source, dst, steps))
-        exact = self._converts and (source.dtype, target.dtype) == (torch.float8_e8m0fnu, torch.float32)
+        exact = self._converts and source.dtype in _EXACT and target.dtype is torch.float32
         if exact and all(piece.tensor >= 0 and not piece.stale for piece in pieces):
-            pieces = [replace(piece, map=_widened(piece.map, size), itemsize=size) for piece in pieces]
+            times = size // source.element_size()
+            pieces = [replace(piece, map=_widened(piece.map, times), itemsize=size) for piece in pieces]
         elif source.dtype != target.dtype and pieces:
             before = [piece.reason for piece in pieces if piece.tensor < 0]
             reason = before[0] if before else f"it is converted from {source.dtype} to {target.dtype}"
@@ -287,9 +289,9 @@ def _mixed(mapping: AffineMap, itemsize: int, touched: frozenset[int], reason: s
     return Piece(mapping.swapped().folded(), itemsize, -1, touched, reason)
 
 
-def _widened(mapping: AffineMap, size: int) -> AffineMap:
-    """The map to positions among elements of ``size`` bytes instead of one."""
-    return AffineMap(mapping.src, mapping.dst * size, tuple((extent, src, dst * size) for extent, src, dst in mapping.dims))
+def _widened(mapping: AffineMap, times: int) -> AffineMap:
+    """The map to positions among elements that are ``times`` as large."""
+    return AffineMap(mapping.src, mapping.dst * times, tuple((extent, src, dst * times) for extent, src, dst in mapping.dims))
 
 
 def _union(pieces: Iterable[Piece]) -> frozenset[int]:

@@ -177,8 +177,8 @@ def trace_loader(
         manifest: The checkpoint.
         max_boxes: Most boxes of one tensor.
         padding: Rows of parameters, by name, for which no checkpoint has elements. They do not count as ``unwritten``.
-        converts: Whether a conversion from E8M0 to float32, which is exact, counts as a copy. Then shards of such a parameter are
-            E8M0, in other memory than its own (:meth:`Traced.wanted`), and the caller converts what was written there.
+        converts: Whether a conversion to float32 that is exact (from E8M0, bfloat16 or float16) counts as a copy. Then shards of
+            such a parameter have the checkpoint's dtype (:meth:`Traced.wanted`), and the caller converts what was written there.
 
     Raises:
         LoadError: ``load`` raised. The message names the last tensor that it was given.

@@ -25,6 +25,7 @@ from tests.integration.vllm.vllm_tracing import build
 from tests.unit.tensors.quantized_references import NAMES, reference
 
 from weightsync.deadline import Deadline
+from weightsync.tensors.quantization import fused_group
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -64,6 +65,23 @@ def deep_gemm(blackwell):
     processing.transform_sf_into_required_layout = packed_scales if blackwell else lambda sf, **_: sf
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DeepKernel]
     fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.DEEPGEMM, object)
+
+
+def compressed(strategy):
+    """The configuration of FP8 by compressed-tensors. vLLM's CPU build refuses it, because it asks for a GPU's capability, and
+    lacks an operator, with which vLLM gives fused matrices one scale."""
+    import vllm._custom_ops as operators
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
+    operators.scaled_fp8_quant = lambda values, scale: ((values / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+    kind = {"type": "float", "num_bits": 8, "symmetric": True}
+    weights = kind | {"strategy": strategy, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": kind | {"strategy": "token", "dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
 
 
 def stand_in(change, copies):
@@ -107,7 +125,9 @@ def quantized(plain, kind="fp8-block"):
     for name, tensor in plain.items():
         if "_proj.weight" in name:
             names = [name.removesuffix("weight") + part for part in NAMES[kind]]
-            tensors |= dict(zip(names, reference(kind, tensor), strict=True))
+            group, _ = fused_group(name)
+            largest = max(other.abs().max() for key, other in plain.items() if fused_group(key)[0] == group)
+            tensors |= dict(zip(names, reference(kind, tensor, largest), strict=True))
         else:
             tensors[name] = tensor
     return tensors
@@ -151,7 +171,7 @@ def main(folder, case):
     stand_in(lambda layer: layer.weight_scale_inv.data.mul_(next(factors)), case == "copies")
     if "deep" in case:
         deep_gemm("packed" in case)
-    stored = "fp8-block-e8m0" if "e8m0" in case else "fp8-block"
+    stored = case if case in ("fp8-channel", "fp8-tensor") else "fp8-block-e8m0" if "e8m0" in case else "fp8-block"
     many = "experts" in case or case in ("contradicts", "copies")
     kind, more = ("Qwen3MoeConfig", EXPERTS) if many else ("Qwen3Config", {})
     config = getattr(transformers, kind)(**SIZES, **more)
@@ -164,6 +184,8 @@ def main(folder, case):
     method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     method |= {"scale_fmt": "ue8m0"} if "e8m0" in case else {}
     method["modules_to_not_convert"] = ["lm_head", *([] if case == "contradicts" else routers)]
+    if stored == case:
+        method = compressed(case.removeprefix("fp8-"))
     described = json.loads((plain / "config.json").read_text()) | {"quantization_config": method}
     (served / "config.json").write_text(json.dumps(described))
     chosen = EngineArgs(model=str(served), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32).create_engine_config()

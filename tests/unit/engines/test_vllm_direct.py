@@ -214,7 +214,8 @@ class Config:
 def test_what_rules_it_out(config: Config, device: str, reason: str) -> None:
     assert reason in str(why_streamed(config, torch.device(device)))
     assert why_streamed(Config(Model()), torch.device("cuda:1")) is None
-    assert why_streamed(Config(Model("fp8")), torch.device("cuda:1")) is None  # the trial decides
+    for quantization in ("fp8", "compressed-tensors"):
+        assert why_streamed(Config(Model(quantization)), torch.device("cuda:1")) is None  # the trial decides
 
 
 def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_streamed_to_loads() -> None:

@@ -29,7 +29,7 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
     """Return the reason on one line why direct delivery is impossible; ``None`` if no setting excludes it."""
     if device.type != "cuda":
         return f"this worker's weights are on {device.type}, where vLLM repacks linear weights after loading them"
-    if config.model_config.quantization not in (None, "fp8"):
+    if config.model_config.quantization not in (None, "fp8", "compressed-tensors"):
         return f"the model is quantized ({config.model_config.quantization}), which was never tried"
     if config.lora_config is not None:
         return "LoRA is enabled, so vLLM must be notified of new base weights"

@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201
 """Quantizing on a GPU: ``python -m benchmarks.gpu_quantized bits|time [GB [FORMAT ...]]|serve [moe] [e8m0]``.
 
-``bits``: every format on the GPU gives the bits of the CPU, for several cuts of a matrix.
+``bits``: every format on the GPU gives the bits of the CPU, for several cuts of a matrix and for streams.
 ``time``: quantizing so many GB of bfloat16 (default 8), in shapes of Qwen3-30B-A3B and in large matrices, against a copy of them
 within the GPU: medians of nine times and their ranges, of every format or of those named. ``thirds`` are shards whose borders cut
 blocks of 128 x 128; the exchange of their maxima is counted.
@@ -34,6 +34,7 @@ from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.formats import FORMATS
 from weightsync.tensors.quantization import QuantizedShards, formats_by_pattern
 from weightsync.tensors.shards import Shard
+from weightsync.trainer.stream_formats import StreamFormats
 
 GO = np.zeros(1, np.int8)
 E8M0 = "e8m0" in sys.argv
@@ -86,6 +87,11 @@ def check_bits():
                     place = tuple(map(slice, shard.box.starts, shard.box.stops))
                     tensors[shard.name][place] = memory.cpu()
                 held[device, cut.__name__] = {key: raw(value) for key, value in tensors.items()}
+        for device in ("cpu", "cuda"):
+            stream = StreamFormats(partial(formats_by_pattern, patterns={"*": name}), None)
+            for place in ("first", "again"):
+                parts = stream.published("a.weight", matrix.to(device)) + stream.rest()
+                held[device, place] = {key: raw(value.cpu()) for key, value in parts}
         wrong = [key for key, value in held.items() if value != held["cpu", "whole"]]
         print(f"{name:16} {'equal' if not wrong else f'DIFFERS: {wrong}'}", flush=True)
 

@@ -291,7 +291,7 @@ def test_a_step_that_raises_is_refused_by_name() -> None:
 
 
 class Kept(nn.Module):
-    """Is loaded as ``weight`` and E8M0 ``scale``, and keeps the weight transposed, and scales as float32 and in double."""
+    """Is loaded as ``weight``, E8M0 ``scale`` and bfloat16 ``row``. Keeps them transposed, doubled, and the largest of ``row``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Kept(nn.Module):
 
 
 def test_parameters_of_another_shape_or_dtype_are_filled_in_their_own_memory_where_they_have_room() -> None:
-    kinds = {"weight": ((3, 4), "float32"), "scale": ((4, 2), "float8_e8m0fnu"), "row": ((3,), "float32")}
+    kinds = {"weight": ((3, 4), "float32"), "scale": ((4, 2), "float8_e8m0fnu"), "row": ((3,), "bfloat16")}
     known = Manifest(TensorSpec(name, shape, dtype) for name, (shape, dtype) in kinds.items())
     model, wanted = Kept(), Kept()
     before = state(model)
@@ -333,7 +333,7 @@ def test_parameters_of_another_shape_or_dtype_are_filled_in_their_own_memory_whe
     assert "converted from torch.float8_e8m0fnu" in str(find())
     found = find(process=model.process)
     assert isinstance(found, DirectShards) and same(before, model)
-    values = {"weight": torch.randn(3, 4), "row": torch.randn(3)}
+    values = {"weight": torch.randn(3, 4), "row": torch.randn(3).bfloat16()}
     values["scale"] = torch.randint(100, 150, (4, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     wanted.reload(values.items())
     places = {shard.name: shard.tensor.untyped_storage().data_ptr() for shard in found.now()}

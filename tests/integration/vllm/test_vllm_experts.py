@@ -77,12 +77,12 @@ def test_experts_are_stacked_as_vllm_stacks_them(
     for seed in range(2):  # the second takes the arrangement of the first
         tensors = together(matrices(seed)) if seed else matrices(seed)
         ours, theirs = manager(parallel=parallel), manager(parallel=parallel)
-        worker = loras.WorkerLoras(ours, 64, None)
+        worker = loras.WorkerLoras(ours, 64, None, 1)
         worker.check(spec, manifest_of(tensors))
         assert bool(worker._arranged.experts) != parallel, "the ranks of expert parallelism hold a part: vLLM cuts it"
         worker.stage("alice/math@1", spec, tensors)
         stack = [tensors[given.name] for given in next(iter(worker._arranged.experts.values()))[0]] if not parallel else []
-        assert bool(stack and loras._one_tensor(stack) is not None) == bool(stack and seed)
+        assert bool(stack and loras._one_tensor(stack).data_ptr() == stack[0].data_ptr()) == bool(stack and seed)
         given = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         for name, tensor in given.items():
             if ".lora_B." in name:

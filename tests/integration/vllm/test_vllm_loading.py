@@ -94,7 +94,7 @@ def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
         for name, rank in (("q_proj", 8), ("o_proj", 4))
         for side, shape in (("A", (rank, 2)), ("B", (2, rank)))
     }
-    workers = WorkerLoras(Manager(), 16, None)
+    workers = WorkerLoras(Manager(), 16, None, 1)
     manifest = manifest_of(tensors)
     workers._arranged = workers._arrange(manifest, {module.name: module for module in lora_modules(manifest)})
     workers.stage("a/b@1", spec, tensors)

@@ -13,6 +13,7 @@ import torch
 
 from weightsync.closing import Closeable
 from weightsync.config import variable
+from weightsync.engine.adapter import EngineLoras
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.sglang.adapter import SglangAdapter
@@ -20,7 +21,6 @@ from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_o
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
-from weightsync.engines.staged_adapter import EngineLoras
 from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.protocol.messages import Delivery

@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, LoadError, few
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.device_memory import digest_sums
-from weightsync.tensors.shards import Shard, dtype_name
+from weightsync.tensors.shards import Shard, bits_of, dtype_name
 from weightsync.tracing.tracer import Traced, trace_loader
 
 _SECONDS = 60.0
@@ -85,7 +85,9 @@ class LoraSlotLayout:
         if not np.array_equal(read, digests):
             wrong = [self._traced.manifest[int(row)].name for row in np.flatnonzero(read != digests)]
             raise LoadError(f"vLLM's memory has other bytes than were published of {few(wrong)}")
-        if _nonzero(slots.values()) != _nonzero(shard.tensor for shard in shards):
+        loose = self._traced.unwritten  # of what the adapter does not fill, nothing else may be other than zero
+        filled = [shard.tensor for part, shard in zip(self._traced.copies, shards, strict=True) if part.parameter in loose]
+        if _nonzero(slots[name] for name in loose) != _nonzero(filled):
             raise LoadError("vLLM's memory has more than was published: a part that the adapter does not fill is not zero")
 
 
@@ -118,4 +120,4 @@ def _each(change: Callable[[torch.Tensor], T], value: Any) -> Any:  # noqa: ANN4
 
 
 def _nonzero(tensors: Iterable[torch.Tensor]) -> int:
-    return int(sum(torch.count_nonzero(tensor) for tensor in tensors))
+    return int(sum(torch.count_nonzero(bits_of(tensor)) for tensor in tensors))

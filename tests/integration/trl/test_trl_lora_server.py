@@ -36,7 +36,7 @@ def check_adapter(seen: dict[str, Any], name: str) -> None:
         assert update["equal"], "the greedy answers are the PEFT model's"
         assert update["answering"] == [update["label"]]
         assert update["nbytes"] == update["adapter"] > 0
-        assert (update["paused"], update["verified"]) == (0, "received")
+        assert (update["paused"], update["verified"]) == (0, "installed")
         kept = {label for label in update["models"] if label.startswith(f"{name}@")}
         assert len(kept) <= 2 and update["label"] in kept
     assert len({update["base"] for update in updates}) == 1, "the base moved once"

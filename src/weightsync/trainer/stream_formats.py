@@ -80,7 +80,7 @@ class StreamFormats:
         return [part for (_, name), held in groups.items() for part in self._quantized(held, FORMATS[name])]
 
     def _quantized(self, matrices: Mapping[TensorSpec, torch.Tensor], encoding: Format) -> list[_Named]:
-        alike = tuple(TensorSpec(re.sub(r"\d+", "0", spec.name), spec.shape, spec.dtype) for spec in matrices)  # of all layers
+        alike = tuple(TensorSpec(re.sub(r"\b\d+\b", "0", spec.name), spec.shape, spec.dtype) for spec in matrices)  # of all layers
         manifest, shards = Manifest(alike), _shards(alike, list(matrices.values()))
         quantized = self._made.get((alike, encoding))
         if quantized is None:

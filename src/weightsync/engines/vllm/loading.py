@@ -185,7 +185,7 @@ def _requantized_at_once() -> Iterator[None]:
 
     def requantize(weight: torch.Tensor, weight_scale: torch.Tensor, block_size: Sequence[int] = (128, 128)) -> None:
         rows, columns = block_size
-        even = weight.shape[-2] % rows == weight.shape[-1] % columns == 0
+        even = weight.numel() and weight.shape[-2] % rows == weight.shape[-1] % columns == 0
         if not (even and weight.is_contiguous() and weight_scale.is_contiguous()):
             own(weight, weight_scale, block_size)
             return

@@ -164,7 +164,7 @@ class _Trial:
             return None
         if steps is None:
             return f"{self.engine} does more than copy {few(wrong, 3)} when it loads them"
-        return self._step(steps, sorted(self.traced.layers(wrong)))
+        return self._step(steps, sorted(self.traced.layers(set(wrong))))
 
     def _placed(self, name: str) -> Iterator[tuple[Shard, torch.Tensor]]:
         return ((shard, self.weights[name][shard.box.slices]) for shard in self.by_name[name])
@@ -179,7 +179,7 @@ class _Trial:
         }
         loaded = {name: tensor.clone() for name, tensor in hung.items()}
         filled = {f"{name}.{key}" for name, layer in zip(names, self.changed, strict=True) for key in layer._parameters}
-        for tensor in (hung[name] for name in hung if name in filled - self.traced.unwritten.keys()):
+        for tensor in map(hung.__getitem__, sorted(hung.keys() & filled - self.traced.unwritten.keys())):
             tensor.copy_(_random(tuple(tensor.shape), tensor.dtype, self.generator))
         for name in self.names:
             for shard, bits in self._placed(name):

@@ -192,8 +192,9 @@ def _requantized_at_once() -> Iterator[None]:
         data = weight.view(torch.uint8).view(-1, rows, weight.shape[-1] // columns, columns)
         scales = weight_scale.view(len(data), -1)
         count = max(_REQUANTIZED // data[0].numel(), 1)
-        kept = torch.cat([_unchanged(*part) for part in zip(data.split(count), scales.split(count), strict=True)])
-        for part in (~kept).any(1).nonzero()[:, 0].split(count):
+        parts = zip(torch.split(data, count), torch.split(scales, count), strict=True)
+        kept = torch.cat([_unchanged(*part) for part in parts])
+        for part in torch.split((~kept).any(1).nonzero()[:, 0], count):
             taken, factors = data[part], scales[part]
             own(taken.view(-1, weight.shape[-1]).view(weight.dtype), factors, block_size)
             data[part], scales[part] = taken, factors

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weightsync.errors import ConfigurationError, RoundFailed
-from weightsync.transports.broadcast.packed_broadcast import DEFAULT_BUFFER, PROGRAMS
+from weightsync.transports.broadcast.nccl import DEFAULT_BUFFER, PROGRAMS
 from weightsync_bench.gpu_job import manifest_for
 from weightsync_bench.peer import Peer, together
 from weightsync_bench.report import gpu_machine, print_json

@@ -22,7 +22,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.tensors.device_memory import DeviceDigest, layout_by_shard
 from weightsync.tensors.shards import shard
-from weightsync.transports.broadcast.packed_broadcast import PROGRAMS, PackedBroadcast, broadcast_frames
+from weightsync.transports.broadcast.nccl import PROGRAMS, PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup, StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.frames import cut_tiles
 from weightsync_bench.gpu_job import manifest_for

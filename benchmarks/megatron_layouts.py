@@ -11,7 +11,7 @@ import numpy as np
 from weightsync.integrations.megatron.chunk import expert_number
 from weightsync.integrations.megatron.families import FAMILIES
 from weightsync.integrations.megatron.packing import Packing
-from weightsync.integrations.megatron.rules import ModelRules
+from weightsync.integrations.megatron.state import ModelRules
 from weightsync.model import Layout, Manifest
 
 __all__ = ["EXPERTS", "OTHERS", "MegatronLayouts", "qwen3_30b_a3b_config", "stages"]

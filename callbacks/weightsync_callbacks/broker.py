@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from weightsync.config import Secret, ServerSettings
 from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, from_wire
 from weightsync.protocol.messages import decoding
-from weightsync.server.event_streams import EventStreams
+from weightsync.server.app import EventStreams
 from weightsync.server.openapi import Operation
 from weightsync_callbacks.mailbox import Full, Mailbox, Post, Signal
 

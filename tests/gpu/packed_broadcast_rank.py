@@ -13,7 +13,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
-from weightsync.transports.broadcast.packed_broadcast import PackedBroadcast, broadcast_frames
+from weightsync.transports.broadcast.nccl import PackedBroadcast, broadcast_frames
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.net.frames import cut_tiles
 

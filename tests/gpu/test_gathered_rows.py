@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.copied_shards import HostPublisher
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.shards import shards_of
 

@@ -14,7 +14,7 @@ from tests.integration.rounds.test_deltas import gate, only  # noqa: F401 - one 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
 from weightsync.engines.module import ModuleAdapter
-from weightsync.publishing import in_place
+from weightsync.publishing import published_shards
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.nixl.agent import nixl_problem
@@ -100,7 +100,7 @@ def test_too_many_changes_move_whole(joined: Joined) -> None:
 
 def test_where_only_lists_find_room_the_last_version_is_in_host_memory(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["the GPU is full", None])
-    monkeypatch.setattr(in_place, "room_for_copy", lambda nbytes, device: next(answers))
+    monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: next(answers))
     source, target = models()
     trainer = joined.trainer(source, deltas=True)
     joined.engine(ModuleAdapter(target))
@@ -112,7 +112,7 @@ def test_where_only_lists_find_room_the_last_version_is_in_host_memory(joined: J
 
 
 def test_where_the_last_version_finds_no_room_all_bytes_move(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "room_for_copy", lambda nbytes, device: "no room in this test")
+    monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: "no room in this test")
     source, target = models()
     trainer = joined.trainer(source, deltas=True)
     joined.engine(ModuleAdapter(target))

@@ -19,7 +19,7 @@ from tests.processes import ChildProcess
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
-from weightsync.engine.fill.device_streamed import DeviceStreamed
+from weightsync.engine.fill.streamed import DeviceStreamed
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, LayoutError, RoundFailed, TransportUnavailable
 from weightsync.server.server import BackgroundServer

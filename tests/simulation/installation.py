@@ -20,7 +20,7 @@ import weightsync.coordinator.round
 import weightsync.deadline
 import weightsync.engine.adapter_calls
 import weightsync.engine.engine_role
-import weightsync.engine.fill.host_direct
+import weightsync.engine.fill.direct
 import weightsync.engine.fill.receive_ahead
 import weightsync.engine.fill.streamed
 import weightsync.engine.fill.windows
@@ -106,7 +106,7 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.engine.session, "threading", locks),
         (weightsync.engine.lora_role, "threading", locks),
         (weightsync.engine.readers, "time", clock),
-        (weightsync.engine.fill.host_direct, "time", clock),
+        (weightsync.engine.fill.direct, "time", clock),
         (weightsync.engine.fill.streamed, "time", clock),
         (weightsync.engine.fill.receive_ahead, "time", clock),
         (weightsync.engine.fill.receive_ahead, "ThreadPoolExecutor", simulated.Executor),
@@ -122,9 +122,9 @@ def installed(world: World) -> Iterator[None]:
         (weightsync.trainer.trainer_role, "threading", locks),
         (weightsync.publishing.published_shards, "FollowedShards", followed),
         (
-            weightsync.engine.fill.host_direct,
+            weightsync.engine.fill.direct,
             "row_groups",
-            functools.partial(weightsync.engine.fill.host_direct.row_groups, group_bytes=_GROUP_BYTES),
+            functools.partial(weightsync.engine.fill.direct.row_groups, group_bytes=_GROUP_BYTES),
         ),
         (weightsync.protocol.worker, "threading", locks),
         (weightsync.protocol.worker, "Future", simulated.Future),

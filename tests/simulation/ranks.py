@@ -30,7 +30,7 @@ from weightsync.protocol.connection import CoordinatorConnection
 from weightsync.protocol.messages import Body, Delivery, Host, RoundResult, Welcome
 from weightsync.protocol.round_log import MissedReplicas
 from weightsync.protocol.worker import received_for
-from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.copied_shards import HostPublisher
 from weightsync.publishing.publication import ReaderAccess
 from weightsync.publishing.published_shards import ShardOptions
 from weightsync.tensors.shards import Shard, torch_dtype

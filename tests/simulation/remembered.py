@@ -36,7 +36,7 @@ from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import Plan, plan_transfer
-from weightsync.protocol.agent_proof import proving_connection
+from weightsync.protocol.dial import proving_connection
 from weightsync.tensors.copies import check_tiles
 from weightsync.tensors.copy_table import CopyTable, tiles_of
 from weightsync.tensors.digest import DigestConstants

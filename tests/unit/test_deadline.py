@@ -6,13 +6,14 @@ import asyncio
 import math
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.rank_handle import RoundDeadline
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan, 1e11])
@@ -46,3 +47,16 @@ async def test_a_rounds_deadline_follows_the_clock_of_its_loop_and_may_have_pass
     await asyncio.sleep(2)
     with pytest.raises(DeadlineExceeded, match=r"no time is left for planning: the 3.6e\+03 s of the round have passed"):
         deadline.remaining("planning")
+
+
+def test_a_future_is_waited_for_until_it_is_done_or_late_or_aborted() -> None:
+    done, never, aborted = Future[int](), Future[int](), Future[None]()
+    done.set_result(5)
+    assert Deadline(1.0).result(done, "reading") == 5
+    assert Deadline(1.0).result(done, "reading", aborted) == 5
+    for given in (None, aborted):
+        with pytest.raises(DeadlineExceeded, match="reading did not finish within"):
+            Deadline(0.05).result(never, "reading", given)
+    aborted.set_result(None)
+    with pytest.raises(Aborted, match="reading was aborted"):
+        Deadline(60.0).result(never, "reading", aborted)

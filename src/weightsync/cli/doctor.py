@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weightsync.config import ClientSettings
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import TransportUnavailable
 from weightsync.model import milliseconds
 from weightsync.protocol.round_log import size
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, Status, ask_coordinator, find_release
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.transports.hostinfo import own_address, reachable_address, text_of
 
 _FEW_FILES = 4096
@@ -179,8 +179,8 @@ def _bind(family: socket.AddressFamily, host: str) -> _Outcome:
 
 def _reverse_lookup() -> _Outcome:
     """Time the lookup that torch makes for each connection of a process group."""
-    threads, started = DaemonThreads(1, "weightsync-lookup"), time.monotonic()
-    lookup = threads.submit(partial(socket.getnameinfo, (_MAPPED_LOOPBACK, 0), 0))
+    started = time.monotonic()
+    lookup = in_daemon_thread(partial(socket.getnameinfo, (_MAPPED_LOOPBACK, 0), 0), "weightsync-lookup")
     wait([lookup], _LONGEST_LOOKUP)
     seconds = time.monotonic() - started
     if seconds > _SLOW_LOOKUP:

@@ -13,7 +13,8 @@ from weightsync.coordinator.publish_barrier import RETURN_SECONDS
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.replicas import Replica
-from weightsync.errors import Aborted, DeadlineExceeded, ManifestMismatch, MembershipError
+from weightsync.deadline import within
+from weightsync.errors import Aborted, ManifestMismatch, MembershipError
 from weightsync.protocol.messages import WaitForReplicas
 from weightsync.protocol.notices import reminding
 
@@ -99,12 +100,8 @@ class Attendance:
 
     async def _next(self, limit: RoundDeadline, wanted: Callable[[], str]) -> None:
         """Wait for the next change. An error says what was ``wanted``."""
-        news = self._news
-        try:
-            async with asyncio.timeout_at(limit.at):
-                await news.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"waited {limit.seconds:.3g} s for {wanted()}") from None
+        async with within(limit.left, lambda: f"waited {limit.seconds:.3g} s for {wanted()}"):
+            await self._news.wait()
 
     async def returned(self, require: Require, seconds: float) -> None:
         """Wait until a round can satisfy ``require``, if replicas that it needs have just lost their connection.

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -43,15 +44,13 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
-from weightsync.coordinator.replicas import Replica
+from weightsync.coordinator.replicas import Replica, replica_gauges, replica_status, reported_version, validate
 from weightsync.coordinator.report import left_out
-from weightsync.coordinator.reported_versions import reported_version, validate
 from weightsync.coordinator.round import quarantine, run_round
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.round_trace import RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
-from weightsync.coordinator.status_of import replica_gauges, replica_status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
 from weightsync.errors import Aborted, MembershipError, StaleSource, VersionError, WeightSyncError, readable
@@ -66,10 +65,6 @@ from weightsync.store.signing import SigningKey
 _log = logging.getLogger(__name__)
 _LARGE_ROUND = 64  # replicas: garbage collection is half of the work of starting the tasks of a thousand replicas
 _FAN_OUT_SECONDS = 1.0
-
-
-async def _no_announcement() -> None:
-    pass
 
 
 class Coordinator:
@@ -93,7 +88,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
-        self.announced: Callable[[], Awaitable[None]] = _no_announcement
+        self.announced: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         """Returns when routers know which replicas serve now; by default there are none."""
         self._pause_mode = settings.pause_mode  # of the last publication's round: re-seeding must not abort what it would keep
         self._missed = MissedReplicas(_log)

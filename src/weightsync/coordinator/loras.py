@@ -22,13 +22,12 @@ from weightsync.coordinator.adapter_names import AdapterName, AdapterNames
 from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.lora_drops import drop
-from weightsync.coordinator.lora_round import LoraRound, takes
+from weightsync.coordinator.lora_round import LoraRound, ReplicaTurn, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
-from weightsync.coordinator.replica_turn import ReplicaTurn
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round_context import RoundContext

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from weightsync.closing import OnFailure
 from weightsync.coordinator.negotiation import MemoryClaim, TransferPlan, key_of, negotiate, source_coverage
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded
 from weightsync.coordinator.ranks import EngineRank, PublishingRank
@@ -94,11 +95,8 @@ class Planner:
 
         def work(stop: Stop) -> TransferPlan:
             claim = MemoryClaim(self.room.take, self.room.give)
-            try:
+            with OnFailure(claim.keep, 0):  # release it now: the traceback may keep the claim alive
                 return negotiate(replica, sources, engines, earlier, claim, stop)
-            except BaseException:
-                claim.keep(0)  # release it now: the traceback may keep the claim alive
-                raise
 
         try:
             agreed = await self._run("planning", deadline, work, lambda unwanted: unwanted.claim.keep(0))
@@ -135,12 +133,9 @@ class Planner:
         else:
             await self._places.acquire()
         stop = Stop()
-        try:
+        with OnFailure(self._places.release):
             deadline.remaining(what)
             ending = asyncio.get_running_loop().run_in_executor(None, _whole, work, stop)
-        except BaseException:
-            self._places.release()
-            raise
         ending.add_done_callback(self._ended)
         try:
             return await bounded(what, deadline, asyncio.shield(ending))

@@ -12,7 +12,7 @@ from weightsync.coordinator.answers import check_answer
 from weightsync.coordinator.lora_drops import DropQueue
 from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
 from weightsync.coordinator.status import RankStatus
-from weightsync.deadline import Deadline
+from weightsync.deadline import Deadline, within
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.model.lora import adapter_label
 from weightsync.protocol.messages import Body
@@ -202,13 +202,6 @@ async def bounded(what: str, deadline: RoundDeadline, awaitable: Awaitable[T]) -
     Raises:
         DeadlineExceeded: ``deadline`` passed.
     """
-    scope = asyncio.timeout_at(deadline.at)
-    started = asyncio.get_running_loop().time()
-    try:
-        async with scope:
-            return await awaitable
-    except TimeoutError:
-        if scope.expired():
-            waited = asyncio.get_running_loop().time() - started
-            raise DeadlineExceeded(f"{what} did not finish within {waited:.3g} s") from None
-        raise
+    left = deadline.left
+    async with within(left, lambda: f"{what} did not finish within {left:.3g} s"):
+        return await awaitable

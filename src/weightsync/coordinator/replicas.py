@@ -1,18 +1,74 @@
-"""One serving engine of one or more ranks: the unit of pause, commit, health and version."""
+"""One serving engine of one or more ranks: the unit of pause, commit, health and version.
+
+The record of the looks at what a replica serves: it outlives rounds and connections, and so does the bound on their share.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
-from weightsync.coordinator.looks import Looks
+from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
-from weightsync.coordinator.status import RankStatus
+from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
 from weightsync.errors import MembershipError, PeerLost, WeightSyncError
-from weightsync.model import Manifest, Version
+from weightsync.model import SERVICE, Manifest, Version
+
+_MOST_ALARMS = 64
+
+
+@dataclass
+class Looks:
+    """Times are the event loop's. A look that is withdrawn or fails took its time, too."""
+
+    task: asyncio.Task[Any] | None = None
+    """Waits for the next look, and carries it out."""
+    holds: int = 0
+    """Rounds that forbid looks now: it is updated, or others read from it."""
+    failures: int = 0
+    """Looks without a result, one after the other."""
+    ended: float = -math.inf
+    """End of the last look."""
+    seconds: float = 0.0
+    """Duration of the last look."""
+    alarms: set[str] = field(default_factory=set)
+    """Differences that were found in one version."""
+    alarmed: Version | None = None
+    """That version."""
+    restless: Version | None = None
+    """A version of which the same tensors differed again after it had been installed again."""
+    _started: float | None = None
+
+    @property
+    def running(self) -> float:
+        """Seconds of the look that runs; 0 if none does."""
+        return 0.0 if self._started is None else asyncio.get_running_loop().time() - self._started
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Look in the block."""
+        self._started = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self.seconds, self._started = self.running, None
+            self.ended = asyncio.get_running_loop().time()
+
+    def alarm(self, version: Version, why: str) -> bool:
+        """Note a difference. Returns whether the same was found before, since when the version has been installed again."""
+        if self.alarmed != version or len(self.alarms) >= _MOST_ALARMS:  # a stolen rank may invent some for ever
+            self.alarmed, self.alarms = version, set()
+        again = why in self.alarms
+        self.alarms.add(why)
+        return again
+
 
 _SHOWN = 16
 _REFUSAL_SECONDS = 3600.0
@@ -272,3 +328,76 @@ class Replica:
     def _check_links(self, links: dict[str, RankHandle[EngineRank]]) -> None:
         if self.members() != links:
             raise PeerLost(f"a rank of replica {self.name} disconnected" + (f" ({self.error})" if self.error else ""))
+
+
+def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
+    """Metrics of a replica."""
+    number = None if replica.version is None else replica.version.number
+    return ReplicaGauges(replica.name, replica.shown_state, number, publications.behind(replica.version), replica.since)
+
+
+def replica_status(replica: Replica, publications: Publications) -> ReplicaStatus:
+    """Status of a replica."""
+    version = replica.version
+    return ReplicaStatus(
+        name=replica.name,
+        state=replica.shown_state,
+        routable=replica.routable,
+        version=None if version is None else version.number,
+        digest=None if version is None else version.digest,
+        staleness=None if version is None else publications.behind(version),
+        since=replica.since,
+        world_size=replica.world_size,
+        missing=tuple(replica.missing),
+        ranks=tuple(link.status() for _, link in sorted(replica.links.items())),
+        adapter=next((link.rank.hello.adapter for link in replica.links.values()), ""),
+        error=replica.shown_error,
+        phases=dict(replica.phases),
+        epoch=None if version is None else version.epoch,
+        service=SERVICE.get(replica.shown_state, replica.shown_state),
+        gone=tuple(rank for _, rank in sorted(replica.gone.items())),
+        verified=replica.verified if version is not None else "",
+        paused_seconds=replica.paused_seconds,
+        url=replica.url,
+        restless=replica.restless,
+    )
+
+
+def reported_version(replica: Replica, run: str) -> Version | None:
+    """Version of ``run`` that all ranks of ``replica`` report; ``None`` if they differ, or if a round has touched a rank since."""
+    reported = {link.serving for link in replica.links.values()}
+    version = reported.pop() if len(reported) == 1 else None
+    if version is None or not replica.complete or replica.state not in ("registered", "loaded"):
+        return None
+    same = replica.takes_any or version.manifest == replica.manifest.fingerprint
+    return version if version.run == run and same else None
+
+
+def validate(replicas: Iterable[Replica], run: str, order: tuple[int, int], published: Version | None) -> list[tuple[Replica, str]]:
+    """Mark replicas that report the ``published`` version as loaded, and return those that report another digest.
+
+    A replica that claims another digest must not take the others out of service. While the published digest is unknown, replicas
+    that differ are neither trusted nor paused: the trainer confirms one when it reconnects, or publishes the next version.
+
+    Args:
+        replicas: All known replicas.
+        run: Name of the run.
+        order: Epoch and number of the version in question.
+        published: The version published under ``order``; ``None`` if it is unknown.
+
+    Returns:
+        Each replica that reports a wrong digest, with the reason.
+    """
+    reporting = [(replica, version) for replica in replicas if (version := reported_version(replica, run))]
+    reports = [(replica, version) for replica, version in reporting if version.order == order]
+    if published is None and len({version for _, version in reports}) > 1:
+        for replica, version in reports:
+            replica.doubt(f"replicas report version {version} with different digests, and the trainer has not confirmed any")
+        return []
+    wrong = []
+    for replica, version in reports:
+        if published is not None and version != published:
+            wrong.append((replica, f"version {version} was published with a digest other than {version.digest}"))
+        elif replica.state == "registered":
+            replica.become("loaded", version)
+    return wrong

@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from weightsync import failpoints
+from weightsync.closing import OnFailure
 from weightsync.coordinator.agreement import open_stream, wait_for_background, window_bytes_of
 from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.publications import Placement
@@ -167,11 +168,8 @@ async def run_stream_round(context: RoundContext) -> RoundResult:
         )
     offers = [offer for link in context.trainers.values() for offer in link.rank.hello.offers]
     flow = WindowFlow(names, context.publications.windows, in_step=any(offer.traits.shared_fate for offer in offers))
-    try:
+    with OnFailure(context.publications.windows.end, 0):  # those of a stream that failed are not kept for the next one
         return await conduct(context, partial(_place, flow), partial(_update_replica, flow), Report)
-    except BaseException:
-        context.publications.windows.end(0)  # those of a stream that failed are not kept for the next one
-        raise
 
 
 # The trainer's side.

@@ -52,6 +52,13 @@ class EngineAdapter:
     no_source = ""
     """Why other replicas must not read the memory of ``shards`` while this engine serves; empty: they may, unless it ``sleeps``."""
 
+    repacks = False
+    """Whether ``finish`` changes what was written to the memory of ``shards``, because the engine computes with another layout.
+
+    Digests are taken before that, so results say ``received``. The memory is not compared with them later, takes no changes, and
+    other replicas do not read it.
+    """
+
     loads_late = False
     """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
 

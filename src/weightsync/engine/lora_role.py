@@ -8,20 +8,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
+from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
-from weightsync.engine.fill.host_direct import HostDirect
-from weightsync.engine.session import EngineSession
+from weightsync.engine.session import EngineSession, as_load_error
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError, WeightSyncError
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
@@ -34,7 +33,6 @@ from weightsync.transports.host.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _SHOWN, _MOST_REASON = 16, 500  # names; characters
 _REMEMBERED = 1 << 16  # names; a Hello has room for so many
 
@@ -168,12 +166,9 @@ class LoraRole(SessionFront):
         if staging is None or staging.plan.digest != body.plan.digest or staging.plan.sources != body.plan.sources:
             self._release()
             staging = self._staging = _LoraStaging(self._context, body, manifest, deadline)
-            try:
+            with OnFailure(self._release):
                 self.session.check_abort()  # an abort before the filler was in its place did not reach it
                 staging.filler.prepare(deadline)
-            except BaseException:
-                self._release()
-                raise
         self._prepared = spec, body.number
         failpoints.reached("engine.lora.prepared")
         return Prepared(digest=staging.filler.digest, transports=staging.filler.transports)
@@ -184,21 +179,16 @@ class LoraRole(SessionFront):
             raise ProtocolError(f"{self.session.member} is not prepared for {adapter_label(body.name, body.number)}")
         self._prepared, spec = None, prepared[0]
         label = adapter_label(body.name, body.number)
-        try:
+        with OnFailure(self._release):  # its connections may be beyond use
             filled = staging.filler.run(body.number, deadline)
-        except BaseException:
-            self._release()  # its connections may be beyond use
-            raise
         failpoints.reached("engine.lora.received")
         self._staged = label, spec
-        try:
-            copies = _calling(partial(self._adapter.stage_lora, label, spec, staging.tensors()), label)
+        with OnFailure(self._unstage):
+            with as_load_error(f"the engine could not take {label}"):
+                copies = self._adapter.stage_lora(label, spec, staging.tensors())
             reason = "the engine does not show its copies" if copies is None else copies if isinstance(copies, str) else ""
             digests = _digests(staging.manifest, copies, deadline) if isinstance(copies, Mapping) else filled.digests
             self.session.check_abort()
-        except BaseException:
-            self._unstage()
-            raise
         failpoints.reached("engine.lora.staged")
         return Moved(
             nbytes=staging.filler.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
@@ -218,13 +208,11 @@ class LoraRole(SessionFront):
             self._taken[name] = max(self._taken.pop(name, -1), body.version.number)
             if len(self._taken) > _REMEMBERED:
                 del self._taken[next(iter(self._taken))]
-            try:
-                _calling(partial(self._adapter.register_lora, body.version), label)
+            with OnFailure(self._unstage):
+                with as_load_error(f"the engine could not take {label}"):
+                    self._adapter.register_lora(body.version)
                 failpoints.reached("engine.lora.registered")
                 self.session.check_abort()
-            except BaseException:
-                self._unstage()
-                raise
             self._served[label] = HeldLora(body.version, staged[1])
             self._staged = None
 
@@ -237,7 +225,8 @@ class LoraRole(SessionFront):
                 if self._staged is not None and self._staged[0] == label:
                     self._staged = None
                 self._served.pop(label, None)
-                dropping.callback(_calling, partial(self._adapter.drop_lora, label), label)
+                dropping.enter_context(as_load_error(f"the engine could not drop {label}"))
+                dropping.callback(self._adapter.drop_lora, label)
 
     def _check_base(self, label: str, spec: AdapterSpec) -> None:
         """Raise VersionError unless the engine holds the base of the adapter."""
@@ -269,15 +258,6 @@ class LoraRole(SessionFront):
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
-
-
-def _calling(call: Callable[[], T], label: str) -> T:
-    try:
-        return call()
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        raise LoadError(f"the engine could not take {label}: {type(error).__name__}: {error}") from error
 
 
 def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> UInt64:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from weightsync.arrays import Int32, UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
@@ -91,6 +92,7 @@ class EngineSession:
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
+        self._rewritten = any(adapter.loads_late or adapter.repacks for adapter in self._adapters)
         self._owner_pauses = any(adapter.owner_pauses for adapter in self._adapters)
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
@@ -319,12 +321,9 @@ class EngineSession:
             raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
         self._become("writing")
         self.serving = self.refuted = None
-        try:
+        with OnFailure(self._invalidate):
             yield
             self._become(then)
-        except BaseException:
-            self._invalidate()
-            raise
 
     @contextmanager
     def reverting(self, base: Version) -> Iterator[None]:
@@ -336,13 +335,10 @@ class EngineSession:
         if not self._calls.paused:
             raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
         self._become("writing")
-        try:
+        with OnFailure(self._invalidate):
             yield
             self._calls.finish(base)  # the adapter may have begun an update: what it derives, and its label, are the base's again
             self._become("committed")
-        except BaseException:
-            self._invalidate()
-            raise
         self.serving = base
 
     def end_writing(self) -> None:
@@ -373,7 +369,7 @@ class EngineSession:
 
     def can_read_back(self, *, build: bool = False) -> bool:
         """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
-        if any(adapter.loads_late for adapter in self._adapters) or not self._read_back.look(self._calls.shards()):
+        if self._rewritten or not self._read_back.look(self._calls.shards()):
             return False
         if build:
             self._read_back.build()
@@ -384,7 +380,7 @@ class EngineSession:
 
         Returns the tensors' indices in the manifest and their digests.
         """
-        if any(adapter.loads_late for adapter in self._adapters):
+        if self._rewritten:
             return None
         return self._read_back.digests(self._calls.shards(), deadline, constants)
 
@@ -407,11 +403,8 @@ class EngineSession:
     def resuming(self, deadline: Deadline) -> Iterator[None]:
         """Generate again before the block, and serve the version after it; or, after an abort meanwhile, pause again and raise."""
         self.require("committed")
-        try:
+        with OnFailure(self._invalidate):  # it may generate: only a pause leads on
             self._calls.resume()
-        except BaseException:
-            self._invalidate()  # it may generate: only a pause leads on
-            raise
         try:
             yield
             self._become("serving")
@@ -449,6 +442,17 @@ def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Seq
     return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]
 
 
+@contextmanager
+def as_load_error(what: str) -> Iterator[None]:
+    """Raise what an engine's code raises as a :class:`~weightsync.errors.LoadError` that says ``what`` failed; our own as it is."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def load_all(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], None], name: str, tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
@@ -457,12 +461,7 @@ def load_all(
     Raises :class:`~weightsync.errors.LoadError` if the loader raises, or leaves tensors of its iterator untaken.
     """
     left = iter(tensors)
-    try:
+    with as_load_error(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({few((n for n, _ in tensors), 3)})"):
         load(left)
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        names = few((name for name, _ in tensors), 3)
-        raise LoadError(f"the {name} loader raised on a bucket of {len(tensors)} tensors ({names}): {error!r}") from error
     if missed := sum(1 for _ in left):
         raise LoadError(f"the {name} loader took {len(tensors) - missed} of the {len(tensors)} tensors of a bucket")

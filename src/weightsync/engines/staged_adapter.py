@@ -48,6 +48,9 @@ class StagedAdapter(EngineAdapter):
         draft_prefix: str | None = None,
     ) -> None:
         self._checkpoint, self._engine, self._direct, self._draft_prefix = checkpoint, engine, direct, draft_prefix
+        self.repacks = direct is not None and direct.repacks
+        if self.repacks:
+            self.no_source = f"{engine} keeps some weights in another layout than the checkpoint"
         self._device = device if device is not None and device.type == "cuda" else None
         self._memory: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()

@@ -159,12 +159,7 @@ class _Reading(Closeable):
 
     def bucket(self, number: int, deadline: Deadline) -> Bucket:
         """Return the bucket of this number, which is being read, when it is there. Raises what reading raised."""
-        what = f"reading bucket {number + 1} of the checkpoint"
-        try:
-            return self._coming.result(deadline.remaining(what))
-        except TimeoutError:
-            deadline.remaining(what)
-            raise
+        return deadline.result(self._coming, f"reading bucket {number + 1} of the checkpoint")
 
     def _read(self, number: int) -> Bucket:
         specs, into = self._buckets[number], self._memory[number % _BUFFERS]

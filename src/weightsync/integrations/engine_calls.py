@@ -13,7 +13,7 @@ from weightsync.errors import ConfigurationError, DeadlineExceeded, Verification
 from weightsync.model import Version
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import RoundResult
-from weightsync.trainer.framework_call import FrameworkCall
+from weightsync.trainer.requests import FrameworkCall
 
 Answers = Sequence[Mapping[str, Any] | None] | None
 """What the workers returned, one answer each; ``None`` from a framework that does not pass answers on."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import DeadlineExceeded, RoundFailed, few
 from weightsync.protocol.messages import RoundResult
 
@@ -52,17 +52,12 @@ def overdue_walk(walk: Future[T], rank: str, seconds: float) -> T:
 
 def in_thread(work: Callable[[], T], name: str = "weightsync-walk") -> Future[T]:
     """Run ``work`` in a daemon thread, on this thread's device and without gradients. The process can end while it hangs."""
-    done: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            with torch.no_grad():
-                done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            done.set_exception(error)
+    def run() -> T:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        with torch.no_grad():
+            return work()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
+    return in_daemon_thread(run, name)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from weightsync import spans
+from weightsync.deadline import within
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.protocol.messages import Answer, Body, Call, Cancel, Failure, Frame, Notice, Progress, Timing
 
@@ -78,18 +79,13 @@ class Calls:
         tracer, sent = spans.tracer(), asyncio.get_running_loop().time()
         if tracer is not None:
             self._followed[number] = tracer, sent
-        scope = asyncio.timeout(timeout + _ANSWER_SECONDS)
         answered = False
         try:
-            async with scope:
+            async with within(timeout + _ANSWER_SECONDS, lambda: f"{type(body).__name__} was not answered within {timeout:g} s"):
                 await self._put(Call(number, timeout, body, "" if tracer is None else tracer.parent))
                 result = await answer
             answered = True
             return result
-        except TimeoutError:
-            if scope.expired():
-                raise DeadlineExceeded(f"{type(body).__name__} was not answered within {timeout:g} s") from None
-            raise
         finally:
             del self._waiting[number]
             if self._returned is not None and not self._answered():
@@ -101,7 +97,7 @@ class Calls:
                 answer.exception()  # mark as retrieved: the call may have ended otherwise
             if not answered and self._closed is None:
                 self._post(Cancel(number))
-            del answer, scope  # and with it the task: the traceback of their error refers to this frame
+            del answer  # the traceback of its error refers to this frame
 
     def feed(self, frame: Frame) -> None:
         """Process one frame from the wire.

@@ -22,9 +22,9 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from weightsync.closing import Closeable
+from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret
-from weightsync.deadline import Deadline
+from weightsync.deadline import Deadline, within
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
@@ -177,15 +177,12 @@ class CoordinatorConnection(Closeable):
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
         timeout = self._settings.timeouts.connect + 2 * _GRACE
         soon = min(NOTICE_SECONDS, timeout)
-        try:
+        with OnFailure(self.close):
             if not self._first.over.wait(soon):
                 self._tell_waiting()
             if not self._first.over.wait(timeout - soon):
                 raise CoordinatorUnreachable(unreachable(self._settings, "the connection did not come to stand in time"))
             return self._first.result()
-        except BaseException:
-            self.close()
-            raise
 
     def call(self, body: Body, timeout: float) -> Body:
         """Ask the coordinator, from any thread but that of the links, and return its answer.
@@ -461,12 +458,10 @@ class CoordinatorConnection(Closeable):
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"
-        try:
-            async with asyncio.timeout(deadline.remaining(what)):
-                with reminding(self._tell_waiting):
-                    await self._connected.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}") from None
+        left = deadline.remaining(what)
+        async with within(left, lambda: f"{what} was not sent within {deadline.seconds:g} s: {self._trouble}"):
+            with reminding(self._tell_waiting):
+                await self._connected.wait()
         if self._calls is None:
             raise ConnectionLost(f"{what} was not sent: {self._trouble}")
         return await self._calls.call(body, deadline.remaining(what))

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
+from weightsync.closing import OnFailure
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.ray.places import RankPlace
 
@@ -75,18 +76,15 @@ class ActorCalls:
             DeadlineExceeded: ``timeout`` seconds passed.
             Exception: The error of the first rank that failed.
         """
-        try:
+        with OnFailure(self._withdraw):
             futures = [future for _, _, future in self._calls]
             if concurrent.futures.wait(futures, timeout, concurrent.futures.FIRST_EXCEPTION).not_done:
                 concurrent.futures.wait(futures, _OTHERS)
             return self._results(timeout)
-        except BaseException:
-            self._withdraw()
-            raise
 
     async def join(self, timeout: float) -> list[Any]:
         """Do the same on an event loop. Cancellation withdraws calls that have not started; started calls run on."""
-        try:
+        with OnFailure(self._withdraw):
             futures = [asyncio.wrap_future(future) for _, _, future in self._calls]
             for future in futures:  # retrieve every result, so that asyncio does not warn
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -94,9 +92,6 @@ class ActorCalls:
             if others:
                 await asyncio.wait(others, timeout=_OTHERS)
             return self._results(timeout)
-        except BaseException:
-            self._withdraw()
-            raise
 
     def _results(self, timeout: float) -> list[Any]:
         errors = [

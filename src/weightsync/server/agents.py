@@ -19,7 +19,8 @@ from weightsync.coordinator.agent_messages import answer_agent, rank_of
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, TrainerRank
-from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, readable, to_wire
+from weightsync.deadline import within
+from weightsync.errors import PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
 from weightsync.protocol.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
@@ -248,11 +249,8 @@ class _Connection:
 
 
 async def _first_frame(socket: WebSocket, limit: float) -> Hello:
-    try:
-        async with asyncio.timeout(limit):
-            hello = await _receive(socket)
-    except TimeoutError:
-        raise DeadlineExceeded(f"no Hello within {limit:g} s of connecting") from None
+    async with within(limit, lambda: f"no Hello within {limit:g} s of connecting"):
+        hello = await _receive(socket)
     if not isinstance(hello, Hello):
         raise ProtocolError(f"an agent says Hello first, not {type(hello).__name__}")
     return hello

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import wraps
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,7 +33,6 @@ from weightsync.protocol.tokens import Secrets, matches
 from weightsync.server import page
 from weightsync.server.agents import ADAPTERS, AgentSockets
 from weightsync.server.connections import Connections
-from weightsync.server.event_streams import EventStreams
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
 from weightsync.server.http_connection import TRANSPORT
 from weightsync.server.loop_share import LoopShare
@@ -43,6 +44,69 @@ from weightsync.server.problems import body_of, problem, problem_of
 from weightsync.server.routers import Routers
 from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served, while_connected
 from weightsync.server.snapshots import Snapshot
+
+T = TypeVar("T")
+
+
+class EventStreams:
+    """Streams to at most ``most`` readers at one time. A reader gets a comment every ``heartbeat`` seconds without an event.
+
+    When all places are taken, a reader at an address with fewer streams takes that of the oldest reader at the address with most.
+    """
+
+    def __init__(self, most: int, heartbeat: float) -> None:
+        self._most, self._heartbeat = most, heartbeat
+        self._readers: dict[asyncio.Future[None], str] = {}
+        """What ends each stream, and the address of its reader, oldest first."""
+
+    def respond(self, request: Request, subscribe: Callable[[], AsyncIterator[T]], encode: Callable[[T], bytes]) -> Response:
+        """Answer ``request`` by a stream of what ``subscribe`` iterates over, each as the lines that ``encode`` makes of it.
+
+        Raises:
+            HTTPException: There are too many readers.
+        """
+        host = request.client.host if request.client is not None else ""
+        if len(self._readers) >= self._most:
+            self._make_room(host)
+        stream = self._stream(host, subscribe, encode)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    def _make_room(self, host: str) -> None:
+        readers = Counter(self._readers.values())
+        [(crowded, most)] = readers.most_common(1)
+        if most <= readers[host] + 1:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(self._readers)} readers of events already; try again later")
+        oldest = next(ended for ended, where in self._readers.items() if where == crowded)
+        del self._readers[oldest]
+        oldest.set_result(None)
+
+    async def _stream(
+        self, host: str, subscribe: Callable[[], AsyncIterator[T]], encode: Callable[[T], bytes]
+    ) -> AsyncIterator[bytes]:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._readers[ended] = host
+        events = cast("AsyncGenerator[T, None]", subscribe())
+        coming: asyncio.Future[T] | None = None
+        try:
+            yield b": events\n\n"
+            while True:
+                coming = asyncio.ensure_future(anext(events))
+                either: list[asyncio.Future[Any]] = [coming, ended]
+                while not (await asyncio.wait(either, timeout=self._heartbeat, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    yield b": still here\n\n"
+                if ended.done():
+                    return
+                yield encode(coming.result())
+        except StopAsyncIteration:
+            return
+        finally:
+            self._readers.pop(ended, None)
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+            await events.aclose()
+
 
 _HOLDER = "weightsync.holder"
 """Entry of an ASGI scope: the kind of secret that the peer has proved."""
@@ -156,9 +220,8 @@ class Service:
         """Cancel rounds, end event streams, close every agent's socket with ``reason``. Safe twice."""
         for mount in self._mounts:
             mount.close()
-        await (
-            self._coordinator.aclose()
-        )  # before agents go: a replica in the middle of an update can still be ordered to stay paused
+        # Before agents go: a replica in the middle of an update can still be ordered to stay paused.
+        await self._coordinator.aclose()
         if self._routers is not None:  # before the agents: routers must not hear that all replicas left
             await self._routers.aclose()
         await self._agents.aclose(reason)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from weightsync.closing import OnFailure
 from weightsync.coordinator.events import RoundEnded, RoundStarted
 from weightsync.errors import readable
 from weightsync.model import SlowestSpan
@@ -188,15 +189,11 @@ class RoundHistory:
 
 def _opened(path: str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_LOCKED_SECONDS)
-    try:
-        with connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version not in (0, _FORMAT):
-                raise sqlite3.DatabaseError(f"it has format {version}, and this release knows {_FORMAT}")
-            connection.execute("CREATE TABLE IF NOT EXISTS rounds (id INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL)")
-            connection.execute(f"PRAGMA user_version = {_FORMAT}")
-            connection.execute("PRAGMA synchronous = NORMAL")
-    except BaseException:
-        connection.close()
-        raise
+    with OnFailure(connection.close), connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _FORMAT):
+            raise sqlite3.DatabaseError(f"it has format {version}, and this release knows {_FORMAT}")
+        connection.execute("CREATE TABLE IF NOT EXISTS rounds (id INTEGER PRIMARY KEY AUTOINCREMENT, record BLOB NOT NULL)")
+        connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        connection.execute("PRAGMA synchronous = NORMAL")
     return connection

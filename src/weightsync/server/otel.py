@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import ConfigurationError
 from weightsync.model import RoundTrace, Track
-from weightsync.store.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -101,8 +101,8 @@ class OtelExport:
 
     async def aclose(self) -> None:
         """Export what is queued, for a few seconds at most."""
-        threads = DaemonThreads(1, "weightsync-otel")
-        await asyncio.wait([asyncio.wrap_future(threads.submit(self._provider.shutdown))], timeout=_CLOSE_SECONDS)
+        shut = in_daemon_thread(self._provider.shutdown, "weightsync-otel")
+        await asyncio.wait([asyncio.wrap_future(shut)], timeout=_CLOSE_SECONDS)
 
 
 def _clock(track: Track) -> dict[str, str | float]:

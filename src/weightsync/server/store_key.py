@@ -8,10 +8,10 @@ from pathlib import Path
 
 from weightsync.config import ServerSettings
 from weightsync.coordinator.stored_versions import StoredVersions
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.tokens import kept_secret
 from weightsync.store.catalog import folder_of, newest
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import SigningKey, StoredVersion, new_secret
 
@@ -40,15 +40,12 @@ def kept_key(settings: ServerSettings, run: str) -> SigningKey | None:
 
 async def newest_stored(url: str, run: str, versions: StoredVersions) -> StoredVersion | None:
     """Return the newest version of the run in the store; ``None`` if there is none, or the store does not answer in time."""
-    threads = DaemonThreads(1, "weightsync-store-newest")
+    reading = in_daemon_thread(lambda: newest(ObjectStore(url), run, versions.key.public), "weightsync-store-newest")
     try:
-        reading = threads.submit(lambda: newest(ObjectStore(url), run, versions.key.public))
         return await asyncio.wait_for(asyncio.wrap_future(reading), _SECONDS)
     except (WeightSyncError, TimeoutError) as error:
         _log.warning("no replica can be updated from the store %s yet: %s", url, str(error) or "it does not answer")
         return None
-    finally:
-        threads.close()
 
 
 def _path(settings: ServerSettings, run: str) -> Path | None:

@@ -7,7 +7,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from weightsync.arrays import Bytes, Int8, UInt64
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, ProtocolError, VerificationError
+from weightsync.errors import Aborted, ProtocolError, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.store.containers import blocks_of, lists_offset
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.fold_kernel import fold_changes
 from weightsync.store.objects import ObjectStore
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
@@ -254,7 +254,7 @@ class StoredRegion:
                 for chunk in batch.chunks:
                     if chunk not in folded:
                         start_more()
-                        self._wait(running[chunk], deadline)
+                        deadline.result(running[chunk], f"reading from the store {self._store.url}", self._aborted)
                         folded.add(chunk)
                         del running[chunk]
                 start_more()
@@ -267,14 +267,6 @@ class StoredRegion:
         finally:
             for future in running.values():
                 future.cancel()
-
-    def _wait(self, future: Future[None], deadline: Deadline) -> None:
-        wait((future, self._aborted), deadline.left, FIRST_COMPLETED)
-        if self._stop[0]:
-            raise Aborted("reading from the store was aborted")
-        if not future.done():
-            raise DeadlineExceeded(f"reading from the store {self._store.url} did not finish within {deadline.seconds:g} s")
-        future.result()
 
     def abort(self) -> None:
         """Make :meth:`read` in another thread raise :class:`~weightsync.errors.Aborted` soon. Never blocks."""
@@ -342,8 +334,6 @@ class KeptRegion:
                 if chunk < item.chunks:
                     running.append(threads.submit(partial(verified_chunk, self._store, item, chunk)))
                 if chunk >= _AHEAD:
-                    if not wait((running[0],), deadline.left).done:
-                        raise DeadlineExceeded(f"reading {item.path} did not finish within {deadline.seconds:g} s")
-                    yield chunk - _AHEAD, running.popleft().result()
+                    yield chunk - _AHEAD, deadline.result(running.popleft(), f"reading {item.path}")
         finally:
             threads.close()

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from weightsync.closing import Closeable
+from weightsync.closing import Closeable, OnFailure
 from weightsync.config import Timeouts
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError, RoundFailed, VersionError, WeightSyncError
@@ -150,11 +150,8 @@ class Adapters(Closeable):
             tensors, coordinator, token=token, rank=rank, world_size=world_size, dtype=dtype, transports=transports,
             timeouts=timeouts, start_coordinator=False,
         )  # fmt: skip
-        try:
+        with OnFailure(self._publisher.close):
             self._publisher.check_modules()
-        except BaseException:
-            self._publisher.close()
-            raise
 
     def publish(
         self, name: str, number: int | None = None, *, step: int | None = None, timeout: float | None = None

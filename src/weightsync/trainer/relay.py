@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from weightsync.closing import Closeable
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     AuthenticationError,
@@ -29,7 +30,6 @@ from weightsync.planning.coverage import coverage_of
 from weightsync.protocol.messages import Hello, Publish, RoundResult, Welcome
 from weightsync.protocol.store_messages import RelayFailing
 from weightsync.store.catalog import load, orders
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.objects import ObjectStore
 from weightsync.store.region import KeptRegion
 from weightsync.store.signing import StoredVersion

@@ -2,6 +2,8 @@
 
 Nothing but a ring of windows is held. The thread that iterates copies each tensor to the window in progress. The thread that
 answers the coordinator digests windows that are full and says so. A window is used again when no reader needs it any more.
+
+A trainer rank's sample of its stream: what it digests of tensors that another rank sends.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +22,66 @@ from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
+from weightsync.model.sample import is_sampled, sample_box
 from weightsync.model.window import ALIGNMENT
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import Body, Done, Memory, PlaceWindow, RoundResult, WindowPlaced
 from weightsync.publishing.publication import Publication, ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_event
-from weightsync.tensors.shards import DTypes, checkpoint_name
+from weightsync.tensors.digest import digest_box
+from weightsync.tensors.quantization import ChooseFormats
+from weightsync.tensors.shards import DTypes, checkpoint_name, torch_dtype
+from weightsync.trainer.stream_formats import StreamFormats
 from weightsync.trainer.stream_plan import StreamPlan, WindowContents
-from weightsync.trainer.stream_sample import StreamSample
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
+
+
+class _Copy(NamedTuple):
+    piece: torch.Tensor
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    copied: torch.cuda.Event | None
+    """Set for a tensor on a device: the end of the copy."""
+
+
+class StreamSample:
+    """Small copies of the tensors of version ``number`` that :func:`~weightsync.model.sample.is_sampled` names.
+
+    Nothing waits for a device before :meth:`digests`. Not thread-safe.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._copies: list[_Copy] = []
+
+    def take(self, index: int, tensor: torch.Tensor, dtype: str) -> None:
+        """Copy the sample of tensor number ``index`` of the stream, in its published ``dtype``."""
+        if not is_sampled(index, self._number):
+            return
+        published, shape = torch_dtype(dtype), tuple(tensor.shape)
+        box = sample_box(shape, published.itemsize, self._number)
+        piece = tensor[box].to(published, copy=True)
+        event = None
+        if piece.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(piece.device))
+        self._copies.append(_Copy(piece, shape, tuple(cut.start for cut in box), event))
+
+    def digests(self, deadline: Deadline) -> bytes:
+        """Return the digest of each sample, uint64, little-endian.
+
+        Raises:
+            DeadlineExceeded: ``deadline`` passed before a device had copied them.
+        """
+        digests = np.zeros(len(self._copies), "<u8")
+        for index, (piece, shape, starts, copied) in enumerate(self._copies):
+            if copied is not None:
+                wait_for_event(copied, deadline, "copying a sample of the stream")
+            digests[index] = digest_box(piece.cpu(), shape, starts)
+        return digests.tobytes()
+
 
 _HOST_WINDOW, _DEVICE_WINDOW = 256 << 20, 1 << 30
 _MOST_WINDOWS = 64
@@ -97,6 +149,7 @@ class StreamedPublication:
         dtype: What to convert to; see :class:`weightsync.Trainer`.
         stamp: Version number under which the region is readable meanwhile.
         plan: That of the publication before, if its stream came to its end.
+        formats: Quantizes what is published, and converts it instead of ``dtype``.
     """
 
     def __init__(
@@ -108,11 +161,12 @@ class StreamedPublication:
         dtype: DTypes,
         stamp: int,
         plan: StreamPlan | None = None,
+        formats: StreamFormats | None = None,
     ) -> None:
         self.stamp = stamp
         self._memory, self._capacity = memory, capacity
         self._slots = len(memory) // capacity
-        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+        self._rank, self._world_size, self._dtype, self._formats = rank, world_size, dtype if formats is None else None, formats
         self._lock = threading.RLock()
         """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
         self._changed = threading.Condition(self._lock)
@@ -148,7 +202,7 @@ class StreamedPublication:
                 failpoints.reached("trainer.streaming")
                 if self._error is None:
                     try:
-                        self._take(*_checked(item), deadline)
+                        self._add(*_checked(item), deadline)
                     except Exception as error:  # noqa: BLE001 - raised when the iterator has been drained
                         failure = error if self.stop(error) else None
                 del item  # its memory is needed for the next one
@@ -171,6 +225,10 @@ class StreamedPublication:
     def plan(self) -> StreamPlan | None:
         """Where everything went, for the next publication; ``None`` unless the stream came to its end."""
         return self._plan if self._end is not None else None
+
+    def _add(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
+        for part in [(name, tensor)] if self._formats is None else self._formats.published(name, tensor):
+            self._take(*part, deadline)
 
     def _take(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
         plan = self._plan or self._first_plan(deadline)
@@ -235,6 +293,8 @@ class StreamedPublication:
             self._changed.notify_all()
 
     def _finish(self, deadline: Deadline) -> None:
+        for part in () if self._formats is None else self._formats.rest():
+            self._take(*part, deadline)
         plan = self._plan
         if plan is not None:
             plan.cut(self._taken)
@@ -317,7 +377,15 @@ class StreamRole(Publication):
     live, order = True, 0
     """Nothing can be read any more when a publication is over, and nothing is placed in an order."""
 
-    def __init__(self, stream: Stream, access: ReaderAccess, rank: int, world_size: int, *, dtype: DTypes = None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        access: ReaderAccess,
+        rank: int,
+        world_size: int,
+        dtype: DTypes = None,
+        formats: ChooseFormats | None = None,
+    ) -> None:
         super().__init__(access)
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
@@ -325,6 +393,7 @@ class StreamRole(Publication):
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._rank, self._world_size = rank, world_size
         self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
+        self._formats = None if formats is None else StreamFormats(formats, self._dtype)
         self.highest = -1
         """The highest number under which windows were placed."""
         self._stamps = 0
@@ -358,8 +427,10 @@ class StreamRole(Publication):
         self._stamps += 1
         plan, self._plan = self._plan, None
         publication = StreamedPublication(
-            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan
+            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan, self._formats
         )
+        if self._formats is not None:
+            self._formats.begin()
         with self.region.placing(self._stamps):
             pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:

@@ -16,7 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
-from weightsync.publishing.gathered_rows import chunks
+from weightsync.publishing.copied_shards import chunks
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.digest import digest_rows

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
 
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.config import variable
+from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, StaleSource, TransportUnavailable
+from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.protocol.store_messages import STORE, StoreAddress
 from weightsync.store.catalog import load
-from weightsync.store.daemon_threads import DaemonThreads
 from weightsync.store.objects import ObjectStore, missing_library
 from weightsync.store.region import StoredRegion
 from weightsync.tensors.copy_table import CopyTable
@@ -61,11 +62,8 @@ class StoreReader(BlockingReader):
         self._aborted: Future[None] = Future()
         self._region: StoredRegion | None = None
         self._layout_digest = ""
-        try:
-            self._bounded(self._open, deadline)
-        except BaseException:
-            self.close()
-            raise
+        with OnFailure(self.close):
+            deadline.result(self._thread.submit(self._open), f"opening {self._what}", self._aborted)
 
     def _open(self) -> None:
         address = self._address
@@ -76,16 +74,6 @@ class StoreReader(BlockingReader):
         layout = version.layouts[address.rank]
         self._layout_digest = layout.digest
         self._region = StoredRegion(store, version.stored.ranks[address.rank].chain, layout.regions[0])
-
-    def _bounded(self, work: Callable[[], None], deadline: Deadline) -> None:
-        """Run what may wait for the store, until the deadline or an abort."""
-        running = self._thread.submit(work)
-        wait((running, self._aborted), deadline.left, FIRST_COMPLETED)
-        if self._aborted.done():
-            raise Aborted(f"opening {self._what} was aborted")
-        if not running.done():
-            raise DeadlineExceeded(f"opening {self._what} did not finish within {deadline.seconds:g} s")
-        running.result()
 
     @property
     def _opened(self) -> StoredRegion:

@@ -16,8 +16,7 @@ from torch import nn
 
 from weightsync.closing import Closeable
 from weightsync.engines.hf_checkpoint import HfCheckpoint
-from weightsync.engines.sglang.adapter import SglangAdapter
-from weightsync.engines.sglang.loading import install
+from weightsync.engines.sglang.joining import SglangAdapter, install
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.requests import ControlRequests
 from weightsync.engines.traced_shards import DirectShards, find_direct

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weightsync.deadline import Deadline
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.broadcast import nccl, packed_broadcast
+from weightsync.transports.broadcast import nccl
 from weightsync.transports.broadcast import process_groups as groups
 from weightsync.transports.broadcast.nccl import Nccl
 
@@ -160,8 +160,8 @@ _dist = SimpleNamespace(**{**dist.__dict__, "is_nccl_available": lambda: True})
 
 _HERE: dict[Any, dict[str, object]] = {
     groups: {"dist": _dist, "wait_for_device": lambda *_: None, "_nccl": _over_sockets},
-    packed_broadcast: {"TileCopy": CopyHere},
     nccl: {
+        "TileCopy": CopyHere,
         "Pinned": _Pinned,
         "_name_of_gpu": lambda _: secrets.token_hex(8),  # never the same GPU
         "wait_until_idle": lambda *_: None,

@@ -14,7 +14,7 @@ import pytest
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.tcp.tile_stream import TileStream
+from weightsync.transports.tcp.transport import TileStream
 from weightsync_testing.copy_cases import Wanted, big, keyed, odd_shapes
 from weightsync_testing.owner_process import contents
 

@@ -31,7 +31,7 @@ from tests.integration.megatron.optional_packages import stand_in
 
 import weightsync
 from weightsync.integrations.megatron import hf_state
-from weightsync.integrations.megatron.converters import Alone
+from weightsync.integrations.megatron.bridged_state import Alone
 
 COLLECTIVES = [
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.copied_shards import HostPublisher
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.shards import shards_of
 

@@ -232,7 +232,7 @@ class RunningScheduler(Closeable):
 
     def padding(self) -> tuple[int, int]:
         """Return how many rows of this rank's vocabulary are padding, and how many of their elements are not zero."""
-        from weightsync.engines.sglang.loading import padding_of_vocabulary
+        from weightsync.engines.sglang.joining import padding_of_vocabulary
 
         model = self.scheduler.tp_worker.model_runner.model
         rows = [model.get_parameter(name)[part] for name, parts in padding_of_vocabulary(model).items() for part in parts]

@@ -201,7 +201,7 @@ def test_the_settings_that_are_refused_are_settings_of_sglang(served: _Served) -
 def test_the_rows_that_sglang_pads_are_zeros_after_a_load_and_no_tokens(served: _Served) -> None:
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    from weightsync.engines.sglang.loading import padding_of_vocabulary, rows_of_padding
+    from weightsync.engines.sglang.joining import padding_of_vocabulary, rows_of_padding
 
     model = torch.nn.ModuleDict(
         {
@@ -234,8 +234,7 @@ def test_the_rows_that_sglang_pads_are_zeros_after_a_load_and_no_tokens(served: 
 def made_adapter(served: _Served) -> tuple[Any, EngineAdapter]:
     """Return a new adapter of the scheduler with scrambled weights, and its shards."""
     from weightsync.engines.hf_checkpoint import checkpoint_of
-    from weightsync.engines.sglang.adapter import SglangAdapter
-    from weightsync.engines.sglang.loading import install
+    from weightsync.engines.sglang.joining import SglangAdapter, install
     from weightsync.engines.traced_shards import DirectShards, find_direct
 
     scheduler = served.running.scheduler

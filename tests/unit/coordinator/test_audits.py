@@ -16,8 +16,8 @@ from tests.virtual_time import virtual
 from weightsync.config import RoundSettings
 from weightsync.coordinator.audits import Audits
 from weightsync.coordinator.events import Audited
-from weightsync.coordinator.looks import Looks
 from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.replicas import Looks
 from weightsync.coordinator.report import Report
 from weightsync.model import Version
 from weightsync.protocol.messages import Audit, Body, ReplicaResult

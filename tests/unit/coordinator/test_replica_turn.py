@@ -10,8 +10,8 @@ from tests.unit.coordinator.fakes import World
 from tests.unit.coordinator.lora_fakes import LonePublisher, LoraEngine
 from tests.virtual_time import virtual
 
+from weightsync.coordinator.lora_round import ReplicaTurn
 from weightsync.coordinator.rank_handle import RoundDeadline
-from weightsync.coordinator.replica_turn import ReplicaTurn
 from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.lora_messages import PrepareLora, StageLora
 from weightsync.protocol.messages import Body

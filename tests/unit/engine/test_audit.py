@@ -13,7 +13,7 @@ from tests.unit.engine.test_update import SECONDS, Stage, Watched
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.engine.fill.host_direct import HostDirect
+from weightsync.engine.fill.direct import HostDirect
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, StaleSource, VerificationError
 from weightsync.model import Version
 from weightsync.protocol.messages import Audit, Body, CheckSources, Done, LetGo, Prepare, Quarantine, Refuted

@@ -10,8 +10,8 @@ from weightsync.engine.readers import connect
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.publishing import published_shards
-from weightsync.publishing.in_place import LiveShards, obstacle_to_in_place
 from weightsync.publishing.publication import ReaderAccess
+from weightsync.publishing.published_shards import LiveShards, obstacle_to_in_place
 from weightsync.tensors.device_memory import device_of, forms_of, layout_by_shard
 from weightsync.tensors.shards import Shard, shards_of
 from weightsync.trainer.trainer_role import TrainerRole

@@ -25,12 +25,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.fill import receive_ahead
 from weightsync.engine.fill.choose import filler_for
-from weightsync.engine.fill.device_direct import DeviceDirect
-from weightsync.engine.fill.device_streamed import DeviceStreamed
-from weightsync.engine.fill.host_direct import HostDirect
-from weightsync.engine.fill.host_streamed import HostStreamed
-from weightsync.engine.fill.launch_ahead import LaunchAhead
+from weightsync.engine.fill.direct import DeviceDirect, HostDirect
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
+from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, LaunchAhead
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.errors import Aborted, LoadError, PeerLost, PlanMismatch, StaleSource
 from weightsync.model import Manifest, TensorSpec
@@ -476,7 +473,7 @@ class FakeDigest:
 def test_on_a_device_only_readers_that_share_fate_take_turns(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, shared_fate: bool
 ) -> None:
-    monkeypatch.setattr("weightsync.engine.fill.device_direct.DeviceDigest", FakeDigest)
+    monkeypatch.setattr("weightsync.engine.fill.direct.DeviceDigest", FakeDigest)
     with ExitStack() as owned:
         two = Two(Noting(writes=("host", "cuda"), digests="after", shared_fate=shared_fate), owned)
         assert two.engine._memory is not None
@@ -503,7 +500,7 @@ def test_buckets_are_staged_on_the_device_if_every_source_reaches_it(writes: tup
 
 @pytest.mark.parametrize("read_back", [True, False])
 def test_streamed_on_a_device_by_readers_that_block(devices: Devices, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
-    monkeypatch.setattr("weightsync.engine.fill.device_streamed.DeviceDigest", FakeDigest)
+    monkeypatch.setattr("weightsync.engine.fill.streamed.DeviceDigest", FakeDigest)
     monkeypatch.setattr(
         "weightsync.engine.fill.streamed.Staging", lambda *given, device, buffers, free: Staging(*given, buffers=buffers)
     )

@@ -17,8 +17,7 @@ from weightsync.errors import PeerLost, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
-from weightsync.transports.tcp.receiver import StreamReader
-from weightsync.transports.tcp.transport import Tcp
+from weightsync.transports.tcp.transport import StreamReader, Tcp
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -19,7 +19,7 @@ from tests.contract.engines.sglang_stand_in import (
     checkpoint,
 )
 
-from weightsync.engines.sglang.loading import gaps_of_loader, install, rows_of_padding
+from weightsync.engines.sglang.joining import gaps_of_loader, install, rows_of_padding
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import WakeUp

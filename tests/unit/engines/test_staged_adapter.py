@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.engines.sglang.adapter import SglangAdapter
+from weightsync.engines.sglang.joining import SglangAdapter
 from weightsync.engines.staged_adapter import StagedAdapter
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 

@@ -10,8 +10,8 @@ from tests.unit.integrations.megatron_standins import llama_config
 
 from weightsync.errors import LayoutError
 from weightsync.integrations.megatron.blocks import attention, gated_mlp, vocabulary
-from weightsync.integrations.megatron.geometry import check_geometry
 from weightsync.integrations.megatron.packing import Packing
+from weightsync.integrations.megatron.state import check_geometry
 
 CONFIG = llama_config(num_attention_heads=8, num_key_value_heads=4, intermediate_size=16)
 GATED, DOWN = gated_mlp(CONFIG)["mlp.linear_fc1.weight"], gated_mlp(CONFIG)["mlp.linear_fc2.weight"]

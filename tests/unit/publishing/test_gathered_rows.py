@@ -9,7 +9,7 @@ from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, store
 
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded
-from weightsync.publishing.gathered_rows import GatheredRows, chunks
+from weightsync.publishing.copied_shards import GatheredRows, chunks
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.shards import shard, shards_of

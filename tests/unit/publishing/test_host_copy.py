@@ -9,7 +9,7 @@ from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, store
 
 from weightsync.errors import Aborted, LayoutError
 from weightsync.model import Layout, Manifest
-from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.copied_shards import HostPublisher
 from weightsync.tensors.digest import digest_box, digest_rows
 from weightsync.tensors.memory_layout import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard, shard, shards_of, torch_dtype

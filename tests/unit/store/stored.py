@@ -13,7 +13,7 @@ import torch
 from weightsync.model import Box, Layout, Manifest, TensorSpec, Version, fold
 from weightsync.model.stored import StoredObject, StoredRank, VersionManifest
 from weightsync.planning.coverage import coverage_of
-from weightsync.publishing.host_copy import HostPublisher
+from weightsync.publishing.copied_shards import HostPublisher
 from weightsync.publishing.listed_changes import HostLists
 from weightsync.store.catalog import manifest_path
 from weightsync.store.objects import ObjectStore

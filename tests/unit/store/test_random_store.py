@@ -16,8 +16,7 @@ from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import StaleSource, VersionError
 from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, manifest_path, orders
-from weightsync.store.local_files import LocalFiles
-from weightsync.store.objects import ObjectStore
+from weightsync.store.objects import LocalFiles, ObjectStore
 from weightsync.store.signing import new_secret
 
 _SCHEDULES = 100

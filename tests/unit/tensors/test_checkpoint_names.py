@@ -14,7 +14,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from weightsync.errors import ConfigurationError  # noqa: E402
 from weightsync.model import Box  # noqa: E402
-from weightsync.publishing.in_place import LiveShards  # noqa: E402
+from weightsync.publishing.published_shards import LiveShards  # noqa: E402
 from weightsync.tensors.checkpoint_names import CheckpointPart, checkpoint_parts  # noqa: E402
 from weightsync.tensors.shards import FollowedShards, manifest_of, shards_of  # noqa: E402
 

@@ -7,7 +7,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.model.sample import is_sampled, sample_box
-from weightsync.trainer.stream_sample import StreamSample
+from weightsync.trainer.stream import StreamSample
 
 
 def test_the_turn_of_every_tensor_comes() -> None:

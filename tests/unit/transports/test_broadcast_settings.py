@@ -10,7 +10,7 @@ import pytest
 from weightsync.errors import ConfigurationError
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast.collective import Collective
-from weightsync.transports.broadcast.packed_broadcast import ALIGNMENT, broadcast_frames, frames_of_groups
+from weightsync.transports.broadcast.nccl import ALIGNMENT, broadcast_frames, frames_of_groups
 from weightsync.transports.broadcast.reader import LEAST_BUFFER, MOST_BUFFER
 from weightsync.transports.broadcast.transport import BufferSettings
 from weightsync.transports.net.frames import packed_copies

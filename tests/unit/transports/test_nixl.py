@@ -25,7 +25,7 @@ from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.messages import RegisterTiles, Start
 from weightsync.transports.nixl import agent as nixl_agent
 from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
-from weightsync.transports.nixl.memory_messages import Pack
+from weightsync.transports.nixl.reader import Pack
 from weightsync.transports.nixl.staged_frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
 from weightsync.transports.nixl.transport import Nixl
 from weightsync_testing.copy_cases import tiles_from

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from weightsync.engine.fill.device_direct import DeviceDirect
-from weightsync.engine.fill.device_streamed import DeviceStreamed
+from weightsync.engine.fill.direct import DeviceDirect, HostDirect
 from weightsync.engine.fill.filler import FillContext, PlanFiller
-from weightsync.engine.fill.host_direct import HostDirect
-from weightsync.engine.fill.host_streamed import HostStreamed
+from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed
 from weightsync.errors import PlanMismatch
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice

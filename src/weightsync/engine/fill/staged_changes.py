@@ -12,6 +12,7 @@ import torch
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.engine.readers import Readers
@@ -167,7 +168,7 @@ class ChangesReader:
         """
         if len(body.sources) != len(self._plan.sources):
             raise ProtocolError(f"changes of {len(body.sources)} sources came for a plan of {len(self._plan.sources)}")
-        try:
+        with OnFailure(self.close):  # its connections may be beyond use
             readers = self._connected(deadline)
             changes = []
             room = self._context.room_for_changes(self._device)
@@ -186,9 +187,6 @@ class ChangesReader:
                 each.allocate()
                 self._take(readers, index, body.number, each.lists_table(words.payload, words.region), deadline)
                 changes.append(each)
-        except BaseException:
-            self.close()  # its connections may be beyond use
-            raise
         return StagedChanges(filler, body, changes, base_digests, shards)
 
     def _connected(self, deadline: Deadline) -> Readers:

@@ -1,25 +1,135 @@
-"""Streamed delivery: whole tensors are staged in buckets, and the engine's own loader takes them bucket by bucket."""
+"""Streamed delivery: whole tensors are staged in buckets, and the engine's own loader takes them bucket by bucket.
+
+Through host memory, bucket ``k + 1`` is received and digested while the loader works on bucket ``k``. On a CUDA device, for a
+loader that takes its tensors there, the buckets are in its memory: where readers launch, a CUDA stream fills the next one while the
+loader works.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
+from weightsync import failpoints
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
-from weightsync.engine.fill.launch_ahead import LaunchAhead
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.errors import PlanMismatch
+from weightsync.errors import DeadlineExceeded, PlanMismatch, WeightSyncError
 from weightsync.model import Layout
 from weightsync.protocol.messages import PlanSlice
 from weightsync.spans import span
+from weightsync.tensors.cuda.waiting import wait_for_device, wait_for_event
+from weightsync.tensors.device_memory import DeviceDigest
 from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.staging import Staging, check_size
+from weightsync.transports.base import Completion, Reader
 from weightsync.transports.host.memory import available_bytes
+
+_GRACE = 5.0  # seconds for launches that run when something failed
+
+
+class LaunchAhead:
+    """Fills each bucket by ``readers`` that work on the current stream, in one launch if they combine, and hands it to ``load``.
+
+    Bucket ``k + 1`` is filled while the loader works on ``k``, each on a stream; the order is kept by events, so the host waits
+    only one bucket behind, and the device is never without work. With one buffer they alternate. ``digest(first, end)`` queues the
+    digests of a bucket's rows after it was filled. Waits for a reader are inside ``reading(reader, bucket)``.
+    Used by one thread.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        staging: Staging,
+        groups: list[tuple[int, int]],
+        device: torch.device,
+        digest: Callable[[int, int], None],
+        load: Callable[[int, Deadline], None],
+        check_abort: Callable[[], None],
+        reading: Callable[[Reader, int], AbstractContextManager[None]],
+    ) -> None:
+        self._reading = reading
+        self._readers, self._groups, self._device = readers, groups, device
+        self._ahead = staging.buffers - 1
+        self._digest, self._load, self._check_abort = digest, load, check_abort
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # for the plan's life: new ones strand memory
+        staging.used_by(self._stream)
+        for bucket in range(staging.buckets):
+            staging.tensors(bucket)  # makes the views now, while the engine still serves
+
+    def run(self, done: Callable[[int], None], deadline: Deadline) -> tuple[float, float]:
+        """Fill and load every bucket; ``done(bucket)`` is called after each.
+
+        Returns the seconds that this thread spent waiting for buckets, and in the loader. On return all of both are complete on the
+        device. After an error nothing that this began runs any more, or :class:`~weightsync.errors.DeadlineExceeded` says so.
+        """
+        count = len(self._groups)
+        filled: list[tuple[list[Completion], torch.cuda.Event]] = []
+        loaded: list[torch.cuda.Event] = []
+        waited = worked = 0.0
+
+        def fill() -> None:
+            bucket = len(filled)
+            self._check_abort()
+            with torch.cuda.stream(self._stream):
+                if bucket > self._ahead:
+                    self._stream.wait_event(loaded[bucket - self._ahead - 1])
+                reads = [reader.submit(bucket, deadline) for reader in self._readers]
+                self._digest(*self._groups[bucket])
+                filled.append((reads, _mark(self._stream)))
+
+        with torch.cuda.device(self._device):
+            own = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(own)
+            with OnFailure(self._drain):
+                for bucket in range(count):
+                    while len(filled) < min(bucket + 1 + self._ahead, count):
+                        fill()
+                    reads, in_place = filled[bucket]
+                    own.wait_event(in_place)
+                    started = time.perf_counter()
+                    self._load(bucket, deadline)
+                    loaded.append(_mark(own))
+                    worked += time.perf_counter() - started
+                    started = time.perf_counter()
+                    for reader, read in zip(self._readers, reads, strict=True):
+                        with self._reading(reader, bucket):
+                            read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
+                        failpoints.reached("engine.group")
+                    waited += time.perf_counter() - started
+                    done(bucket)
+                if loaded:
+                    started = time.perf_counter()
+                    wait_for_event(loaded[-1], deadline, "the engine's loader")
+                    waited += time.perf_counter() - started
+        return waited, worked
+
+    def _drain(self) -> None:
+        """Wait for what was launched; staging must not be freed under it, nor the mapping closed."""
+        try:
+            wait_for_event(_mark(self._stream), Deadline(_GRACE), "ending the stream")
+        except DeadlineExceeded:
+            raise
+        except WeightSyncError:
+            return  # the device failed; what made this rank fail is what to report
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call ``act`` now: no launch outlives a run, unless the device hangs; then torch keeps the memory."""
+        act()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
 
 _LEAST, _MOST, _SHARE = 64 << 20, 1 << 30, 32
 
@@ -101,3 +211,85 @@ def _rows_of(layout: Layout, region: int) -> tuple[int, int]:
     if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
         raise PlanMismatch(f"bucket {region} of the plan is empty or its tensors are not consecutive")
     return int(rows[0]), int(rows[-1]) + 1
+
+
+class HostStreamed(StreamedFiller):
+    """Fills staging buckets in host memory; readers digest what they read."""
+
+    def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout) -> None:
+        super().__init__(context, plan, layout, None)
+        self._pipeline = ReceiveAhead(len(self._groups), context.buffers, self._receive, self._load, self.abort)
+        self._digests = np.zeros(len(layout), np.uint64)
+
+    def prepare(self, deadline: Deadline) -> None:
+        """See :meth:`PlanFiller.prepare`."""
+        super().prepare(deadline)
+        self._context.engine.can_read_back(build=True)
+
+    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
+        """See :meth:`StreamedFiller.run`."""
+        self._digests = np.zeros(len(self.layout), np.uint64)
+        return super().run(version, deadline, constants)
+
+    def _receive(self, bucket: int, deadline: Deadline) -> None:
+        self._read_host(bucket, self._digests, deadline, self._constants)
+
+    def _received(self) -> UInt64:
+        return self._digests
+
+
+class DeviceStreamed(StreamedFiller):
+    """Fills staging buckets on ``device``.
+
+    If all readers work on the device's current stream, each bucket is filled on a stream of its own (:class:`LaunchAhead`); else a
+    thread reads ahead (:class:`ReceiveAhead`). Each bucket is digested in another launch after it was filled. If the engine's
+    parameters can be read back, they are digested instead, after the last bucket.
+    """
+
+    device: torch.device
+
+    def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, device: torch.device) -> None:
+        super().__init__(context, plan, layout, device)
+        self._pipeline = ReceiveAhead(len(self._groups), context.buffers, self._receive, self._load_and_wait, self.abort)
+
+    def prepare(self, deadline: Deadline) -> None:
+        """See :meth:`PlanFiller.prepare`."""
+        super().prepare(deadline)
+        self._digest: DeviceDigest | _NotDigested = _NotDigested()
+        if not self._context.engine.can_read_back(build=True):
+            self._digest = DeviceDigest(self._context.manifest, self.layout, self.device)
+            self._digest.build(self._addresses)
+        readers = list(self._readers)
+        if all(reader.stream_ordered for reader in readers):
+            check_abort = self._context.engine.check_abort
+            self._pipeline = LaunchAhead(
+                readers, self._staging, self._groups, self.device, self._launch_digest, self._load, check_abort,
+                self._readers.reading,
+            )  # fmt: skip
+        self._stopwatch.lap("tables")
+
+    def _receive(self, bucket: int, deadline: Deadline) -> None:
+        self._context.engine.check_abort()
+        with torch.cuda.device(self.device):
+            self._readers.read(bucket, deadline)
+            self._launch_digest(*self._groups[bucket])
+
+    def _launch_digest(self, first: int, end: int) -> None:
+        self._digest.launch(first, end, self._constants)
+
+    def _load_and_wait(self, bucket: int, deadline: Deadline) -> None:
+        self._load(bucket, deadline)
+        wait_for_device(self.device, deadline, "the engine's loader")  # its bucket is filled again after the next
+
+    def _received(self) -> UInt64:
+        return self._digest.taken()
+
+
+class _NotDigested:
+    """Stands for the digests of buckets where the engine's parameters are read back."""
+
+    def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
+        """Digest nothing."""
+
+    def taken(self) -> UInt64:
+        raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

@@ -1,10 +1,14 @@
-"""Joining of one SGLang scheduler process to a coordinator, as a rank of a replica."""
+"""Joining of one SGLang scheduler process to a coordinator, as a rank of a replica.
+
+Its adapter delivers directly, or stages whole checkpoint tensors for the loader of the running model's class.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,14 +20,164 @@ from weightsync.config import variable
 from weightsync.engine.adapter import EngineLoras
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
-from weightsync.engines.sglang.adapter import SglangAdapter
-from weightsync.engines.sglang.loading import gaps_of_loader, install, padding_of_vocabulary
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
-from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct
-from weightsync.errors import ConfigurationError, LoadError
+from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
+from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct, parameters_kept
+from weightsync.errors import ConfigurationError, LoadError, few
+from weightsync.model import Manifest, PauseMode, Version
 from weightsync.protocol.messages import Delivery
+from weightsync.tracing.tracer import trace_loader
+
+
+def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ANN401 - SGLang's ModelRunner
+    """Load tensors of a checkpoint into the model of ``runner`` in place, on the thread that runs it.
+
+    Args:
+        runner: SGLang's runner of the model.
+        tensors: Tensors by their names in the checkpoint's files.
+
+    Raises:
+        LoadError: The loader did not consume all tensors.
+        Exception: The loader raised it.
+    """
+    updater, left = runner.weight_updater, iter(tensors)
+    with torch.no_grad():
+        updater.begin_weight_update()
+        try:
+            runner.model.load_weights(left)
+        finally:
+            updater.end_weight_update(run_post_load=False)
+    untaken = next(left, None)
+    if untaken is not None:
+        raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+
+
+def padding_of_vocabulary(model: torch.nn.Module) -> dict[str, list[slice]]:
+    """Return the rows of ``model``'s embeddings and output layers that belong to no token, by parameter.
+
+    SGLang makes vocabularies divisible by 64 and by the number of ranks. Its loader writes zeros into these rows, no token number
+    addresses them, and the sampler cuts them off.
+    """
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    padding: dict[str, list[slice]] = {}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, VocabParallelEmbedding):
+            indices = layer.shard_indices
+            for name, parameter in layer.named_parameters(prefix, recurse=False, remove_duplicate=False):
+                if parameter.dim() and parameter.shape[0] == indices.num_elements_padded:
+                    padding[name] = rows_of_padding(indices)
+    return padding
+
+
+def rows_of_padding(indices: Any) -> list[slice]:  # noqa: ANN401 - SGLang's VocabParallelEmbeddingShardIndices
+    """Return the rows of a rank that are padding: those after the checkpoint's tokens, and those after added tokens."""
+    added = indices.num_org_elements_padded
+    return [slice(indices.num_org_elements, added), slice(added + indices.num_added_elements, indices.num_elements_padded)]
+
+
+def gaps_of_loader(model: torch.nn.Module, manifest: Manifest, ranks: int, padding: Mapping[str, Sequence[slice]]) -> str | None:
+    """Return on one line what the loader of ``model`` drops or does not fill; ``None`` if it takes everything.
+
+    SGLang's loaders skip names that they do not know, and return nothing. So this runs the loader once without bytes. With several
+    ranks a tensor may belong to another rank, so only parameters are checked, except their ``padding``.
+
+    Raises:
+        LoadError: The loader raised an error.
+    """
+    with parameters_kept(model):
+        traced = trace_loader(model.load_weights, model, manifest, padding=padding)  # type: ignore[arg-type]
+    transformed = set(traced.fallback)
+    if ranks == 1 and (dropped := [name for name in traced.unused if name not in transformed]):
+        return f"it drops {few(dropped)}"
+    if traced.unwritten:
+        return f"it does not fill {few(sorted(traced.unwritten))}"
+    return None
+
+
+class SglangAdapter(StagedAdapter):
+    """Adapter of one rank, whose scheduler and model are in this process. Staged tensors are loaded on SGLang's thread.
+
+    Args:
+        checkpoint: Checkpoint of the model.
+        loop: Event loop of this rank's scheduler.
+        install: Loads all tensors of the checkpoint into the model. Called on the scheduler's thread.
+        flush: Drops the caches. Called on the scheduler's thread.
+        label: Sets the label of the weights. Called on the scheduler's thread.
+        direct: Shards over the model's parameters; ``None`` for streamed delivery.
+        device: Device of the model.
+    """
+
+    name = "sglang"
+    pauses_twice = True  # rank 0 continues all ranks, also those whose own resume fails
+    sleeps = True
+
+    def __init__(
+        self,
+        checkpoint: HfCheckpoint,
+        loop: SchedulerLoop,
+        *,
+        install: Callable[[Iterator[tuple[str, torch.Tensor]]], None],
+        flush: Callable[[], bool],
+        label: Callable[[str], None],
+        direct: DirectShards | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(checkpoint, "SGLang", direct, device)
+        self._loop, self._install, self._flush, self._label = loop, install, flush, label
+        self._loaded: Version | None = None
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Pause SGLang, and remove its label. Running requests are aborted, finished, or returned to the queue (``keep``)."""
+        self._loop.pause(mode, timeout)
+        self._loop.call(lambda: self._label(UNLABELLED), COMMIT_SECONDS)
+
+    def begin(self) -> None:
+        """Start a new version, with no tensors staged."""
+        super().begin()
+        self._loaded = None
+
+    def wake_weights(self) -> None:
+        """Take released memory of the weights again, and wait until the last step has read them on the device."""
+        self._loop.wake(("weights",), COMMIT_SECONDS)
+        super().wake_weights()
+
+    def finish(self, version: Version) -> None:
+        """Load the staged tensors on the scheduler's thread."""
+        if not self.received_direct:
+            self.check_complete()
+            self._loop.call(lambda: self._install(self.staged()), COMMIT_SECONDS)
+        self._loaded = version
+
+    def wake_cache(self) -> None:
+        """Take released memory of the KV cache and of CUDA graphs again."""
+        self._loop.wake(("kv_cache", "cuda_graph"), COMMIT_SECONDS)
+
+    def flush(self) -> bool:
+        """Drop cached keys and values. Returns whether that succeeded.
+
+        Ranks that do not lead set the label here, because rank 0 may continue all of them before the coordinator asks them to.
+        """
+        flushed = self._loop.call(self._flush, COMMIT_SECONDS)
+        if flushed and not self._loop.leads:
+            self._loop.call(lambda: self._label(str(self._loaded)), COMMIT_SECONDS)
+        return flushed
+
+    def resume(self) -> None:
+        """Set the label, on rank 0, and generate again.
+
+        Raises:
+            LoadError: This rank did not load the committed weights.
+        """
+        version = self._loaded
+        if version is None:
+            raise LoadError("this rank of SGLang did not load the committed weights")
+        if self._loop.leads:
+            self._loop.call(lambda: self._label(str(version)), COMMIT_SECONDS)
+        self._loop.proceed(COMMIT_SECONDS)
+
 
 _log = logging.getLogger(__name__)
 

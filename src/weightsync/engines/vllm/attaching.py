@@ -10,12 +10,13 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
+from weightsync.engine.session import as_load_error
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.local_controls import ControlsServer
 from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.served_loras import ServedLoras, served_loras
-from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
@@ -23,6 +24,7 @@ _INIT = "init_weight_transfer_engine"
 _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
 _JOIN_SECONDS = 120.0  # seconds until every worker has joined
 
+_LOADING = "vLLM could not load the staged weights"
 T = TypeVar("T")
 
 
@@ -70,7 +72,7 @@ class _Gate:
                 raise DeadlineExceeded(f"vLLM was in use for more than {timeout:.3g} s: in_use() did not end")
 
     def install(self, timeout: float) -> None:
-        with _loading():
+        with as_load_error(_LOADING):
             self._call(lambda: self._llm.collective_rpc(INSTALL, timeout), timeout)
 
     def flush(self, timeout: float) -> bool:
@@ -112,7 +114,7 @@ class _AsyncOwner:
         self._run_on_loop(self._engine.pause_generation(mode=mode, clear_cache=False), timeout)
 
     def install(self, timeout: float) -> None:
-        with _loading():
+        with as_load_error(_LOADING):
             self._run_on_loop(self._engine.collective_rpc(INSTALL), timeout)
 
     def flush(self, timeout: float) -> bool:
@@ -138,16 +140,6 @@ class _AsyncOwner:
         if loras is None:
             raise ConfigurationError("this vLLM was started without --enable-lora")
         return loras
-
-
-@contextmanager
-def _loading() -> Iterator[None]:
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        raise LoadError(f"vLLM could not load the staged weights: {type(error).__name__}: {error}") from error
 
 
 class Attached(Closeable):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weightsync.closing import Closeable
+from weightsync.closing import Closeable, OnFailure
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError
@@ -153,11 +153,8 @@ class UpdateClient(Closeable):
                 self.backend, 0, world, self.group_name, deadline, rendezvous=rendezvous, device=self._device
             )
 
-        try:
+        with OnFailure(rendezvous.close):
             self._group = self._together(self._init(spec), here, deadline, rendezvous.close)
-        except BaseException:
-            rendezvous.close()
-            raise
 
     def update(self, bucket: Bucket, last: bool, deadline: Deadline) -> None:
         """Send one bucket; returns when the engine has loaded it."""

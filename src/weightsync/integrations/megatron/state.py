@@ -1,8 +1,15 @@
-"""The shards of one Megatron-core rank, as views of its live parameters. Needs no import of Megatron, and no collective."""
+"""The shards of one Megatron-core rank, as views of its live parameters. Needs no import of Megatron, and no collective.
+
+Rules for the model's family give each parameter's part of the Hugging Face tensors, and so the manifest. They are compared with
+what the model's own ``sharded_state_dict()`` says of its parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,11 +19,118 @@ from weightsync.integrations.megatron.blocks import HFConfig, head_dim
 from weightsync.integrations.megatron.bridged_state import BridgedState
 from weightsync.integrations.megatron.chunk import ModelChunk, expert_number
 from weightsync.integrations.megatron.families import FAMILIES, NO_VIEWS, Family
-from weightsync.integrations.megatron.geometry import ShardedTensor, check_geometry, sharded_tensors
 from weightsync.integrations.megatron.live_state import LiveState, refuse_adapter
 from weightsync.integrations.megatron.packing import Packing, Part
-from weightsync.integrations.megatron.rules import ModelRules
+from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
+
+ShardedTensor: TypeAlias = Any
+"""A ``megatron.core.dist_checkpointing.ShardedTensor``: a box of a tensor of the whole model."""
+_NUMBERED = re.compile(r"^(?:decoder|mtp)\.layers\.([0-9]+)\.")
+
+
+def sharded_tensors(model: nn.Module) -> Mapping[str, Sequence[ShardedTensor]]:
+    """Return the boxes that each parameter of a GPTModel holds, by its local name: two for a gated MLP, which stacks two runs."""
+    state: Any = model
+    metadata = {
+        "dp_cp_group": getattr(state.pg_collection, "dp_cp", None), "non_homogeneous_layers": True, "singleton_local_shards": False,
+    }  # fmt: skip
+    declared = state.sharded_state_dict(metadata=metadata)
+    return {name: item.build() if hasattr(item, "build") else [item] for name, item in declared.items()}
+
+
+def check_geometry(rule: Packing, runs: Sequence[tuple[int, int]], numbers: list[int], declared: Sequence[ShardedTensor]) -> None:
+    """Check that ``rule`` and the model agree on a parameter's whole shape and on which part of it this rank holds.
+
+    Args:
+        rule: The rule of the parameter.
+        runs: What this rank holds according to it.
+        numbers: Layer and expert, as far as the parameter has any.
+        declared: What the model declares.
+
+    Raises:
+        LayoutError: They do not agree.
+    """
+    if not declared:
+        raise LayoutError("the model's own sharded_state_dict() does not have it")
+    held = list[tuple[int, int]]()
+    for item in declared:
+        skipped = item.prepend_axis_num
+        place = [*map(int, _NUMBERED.findall(item.key)), *item.global_offset[:skipped]]
+        if place != numbers:
+            raise LayoutError(f"layer and expert are {numbers} by their modules, but {place} in the model's sharded_state_dict()")
+        starts, whole = item.global_offset[skipped:], list(item.global_shape[skipped:])
+        held.append((starts[rule.dim], starts[rule.dim] + item.local_shape[rule.dim]))
+        if rule.padded and whole[rule.dim] > rule.total:
+            whole[rule.dim] = rule.total
+        others = [starts[dim] for dim in range(len(starts)) if dim != rule.dim]
+        if tuple(whole) != rule.whole_shape or any(others):
+            raise LayoutError(
+                f"the Hugging Face configuration means a whole of {list(rule.whole_shape)}, cut along dimension {rule.dim}, but "
+                f"the model's sharded_state_dict() says {whole}, with this rank's part at {list(starts)}"
+            )
+    if _merged(held) != _merged(runs):
+        raise LayoutError(
+            f"this rank holds {_merged(runs)} of dimension {rule.dim} by the rules, but {_merged(held)} by the model's "
+            "sharded_state_dict()"
+        )
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged = list[tuple[int, int]]()
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return merged
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class ModelRules:
+    """Every parameter of a model, wherever a rank has it, and the Hugging Face tensors that it holds: the same on every rank.
+
+    ``packings`` has the rule of each parameter, by its layer (``None`` outside layers) and its name there. ``dtype`` is that of the
+    parameters; ``stacked`` asks for the names of Transformers' modules, which stack the experts of a layer.
+    """
+
+    def __init__(self, config: HFConfig, family: Family, dtype: str, *, stacked: bool, predicted: int = 0) -> None:
+        """``predicted`` prediction layers follow the others, if the family has rules for them."""
+        self.dtype = dtype
+        self.predicts = family.prediction is not None
+        self.packings: dict[tuple[int | None, str], Packing] = {(None, key): rule for key, rule in family.outside(config).items()}
+        self.expert_counts = set[int]()
+        """Of all layers that have experts."""
+        layers = config.num_hidden_layers
+        predictions = range(layers, layers + predicted if family.prediction else layers)
+        for number in (*range(layers), *predictions):
+            rules = dict(family.layer(config, number, stacked))
+            if number in predictions and family.prediction:
+                rules |= family.prediction(config)
+            self.expert_counts.add(len({expert_number(key) for key in rules} - {None}))
+            for key, rule in rules.items():
+                parts = tuple(replace(part, name=f"model.layers.{number}.{part.name}") for part in rule.parts)
+                self.packings[number, key] = replace(rule, parts=parts)
+        self.expert_counts.discard(0)
+        tied = bool(config.tie_word_embeddings)
+        self.copies = dict[str, list[str]]()
+        """By name, further Hugging Face tensors that are equal: every prediction layer has embedding and head of its own."""
+        for number in predictions:
+            self.copies.setdefault(_EMBEDDING, []).append(f"model.layers.{number}.embed_tokens.weight")
+            self.copies.setdefault(_EMBEDDING if tied else _HEAD, []).append(f"model.layers.{number}.shared_head.head.weight")
+        self.manifest = self._survey((_HEAD,) if tied else ())
+
+    def _survey(self, aliases: tuple[str, ...]) -> Manifest:
+        specs = dict[str, TensorSpec]()
+        for rule in self.packings.values():
+            for part in rule.parts:
+                spec = TensorSpec(part.name, part.shape, rule.dtype or self.dtype, aliases if part.name == _EMBEDDING else ())
+                if specs.setdefault(part.name, spec) != spec:
+                    raise ConfigurationError(f"two rules for {part.name} disagree: {specs[part.name]} and {spec}")
+        for name, others in self.copies.items():
+            specs |= {other: TensorSpec(other, specs[name].shape, specs[name].dtype) for other in others}
+        return Manifest(specs.values())
 
 
 def hf_state(

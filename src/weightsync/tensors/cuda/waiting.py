@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineExceeded, TransportError
+from weightsync.errors import TransportError
 
 
 def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:
@@ -24,22 +24,10 @@ def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> No
 
 def _wait(synchronize: Callable[[], object], deadline: Deadline, what: str) -> None:
     """Run ``synchronize`` on a thread, because CUDA offers no wait with a timeout. The thread is abandoned if the device hangs."""
-    done = threading.Event()
-    failed: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            synchronize()
-        except RuntimeError as error:
-            failed.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="weightsync-cuda-wait", daemon=True).start()
-    if not done.wait(deadline.remaining(what)):
-        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
-    if failed:
-        raise TransportError(f"{what}: {failed[0]}") from failed[0]
+    try:
+        deadline.result(in_daemon_thread(synchronize, "weightsync-cuda-wait"), what)
+    except RuntimeError as error:
+        raise TransportError(f"{what}: {error}") from error
 
 
 def wait_for_device(device: torch.device, deadline: Deadline, what: str) -> None:

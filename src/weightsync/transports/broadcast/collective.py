@@ -109,18 +109,9 @@ class _HostPacker(Packer):
                 for sequence in range(count):
                     while len(packed) < min(sequence + 1 + ahead, count):
                         packed.append(pool.submit(pack, len(packed)))
-                    group.broadcast([_in_time(packed[sequence], deadline)], deadline)
+                    group.broadcast([deadline.result(packed[sequence], "packing a bucket")], deadline)
             finally:
                 packed.clear()  # an error in one of them would keep this frame, and so the region's memory
-
-
-def _in_time(packed: Future[torch.Tensor], deadline: Deadline) -> torch.Tensor:
-    try:
-        return packed.result(deadline.remaining("packing a bucket"))
-    except TimeoutError:
-        raise DeadlineExceeded(f"packing a bucket took longer than {deadline.seconds:g} s") from None
-    finally:
-        del packed  # its error would refer to itself through this frame, and so keep the region's memory
 
 
 class _HostReceiving(ReceivingWire):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from weightsync.arrays import Int64, UInt64
@@ -21,14 +22,17 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
-from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.broadcast.process_groups import ProcessGroup
 from weightsync.transports.host.region import EMPTY
 from weightsync.transports.net.channel import CONTROL, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.messages import (
     ANSWER_BYTES,
+    ControlMessage,
+    Fail,
+    Messages,
     Ready,
+    RegisterTiles,
     Start,
     decode_control,
     next_answer,
@@ -37,6 +41,34 @@ from weightsync.transports.net.messages import (
     transfer_deadline,
     unless_failed,
 )
+
+
+class Warmup(ControlMessage, frozen=True):
+    """Of ``nccl``, before anything is paused: let the group connect within ``seconds``; answered by :class:`JoinEpoch` and an end.
+
+    Or by the end alone, where other readers want the same: with whom a group is made is known when they begin.
+    """
+
+    seconds: float
+
+
+class JoinEpoch(ControlMessage, frozen=True):
+    """Of ``collective`` and ``nccl``, to a :class:`Start`: the broadcast begins, to all readers in this epoch's group.
+
+    A reader that is in another epoch's group leaves it and joins this one, as ``rank`` of ``size``, at ``port`` of the publisher.
+    Buckets have at most ``buffer_bytes`` bytes, header included. The publisher gives the broadcast up after ``seconds``.
+    """
+
+    epoch: str
+    rank: int
+    size: int
+    port: int
+    buffer_bytes: int
+    seconds: float
+
+
+MESSAGES: Messages = msgspec.msgpack.Decoder(RegisterTiles | Start | Ready | Fail | Warmup | JoinEpoch)
+
 
 LEAST_BUFFER, MOST_BUFFER = 2 << 20, 4 << 30
 _WHY_SECONDS = 1.0  # how long the publisher has to say why a broadcast broke

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightsync.arrays import Int64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
@@ -31,8 +32,8 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Host
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
 from weightsync.transports.base import Transport
-from weightsync.transports.broadcast.group_messages import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous
+from weightsync.transports.broadcast.reader import MESSAGES, JoinEpoch, Warmup
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import EMPTY, Header, PublishedRegion
 from weightsync.transports.net.channel import END, Channel, FrameHeader
@@ -264,11 +265,8 @@ class BroadcastPublisher(ListeningPublisher):
         self._closing = False
         self._apart = EMPTY
         """The version whose windows go to each reader alone."""
-        try:
+        with OnFailure(wire.close):
             super().__init__(transport, key, local_host, listen)
-        except BaseException:
-            wire.close()
-            raise
 
     def _serve(self, channel: Channel) -> None:
         member = _Member(channel, self._region.header)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from weightsync.arrays import UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer, Traits, decoding
@@ -88,11 +89,8 @@ class CudaIpcReader(HeaderReader):
         """Where this process sees each of the publisher's regions; 0 for those of which nothing is wanted."""
         self._sizes: tuple[int, ...] = ()
         self._layout_digest = ""
-        try:
+        with OnFailure(self.close):
             self._ask(deadline)
-        except BaseException:
-            self.close()
-            raise
 
     def _ask(self, deadline: Deadline) -> None:
         """Ask what the publisher exports."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from weightsync.arrays import Bytes, Int64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import LayoutError, ProtocolError, TransportUnavailable
 from weightsync.tensors.cuda.waiting import wait_until_idle
@@ -102,11 +103,8 @@ class CudaRegion:
         self._exported: Exported | None = None
         self.addresses: tuple[int, ...] = ()
         """Where the regions lay at the last placing."""
-        try:
+        with OnFailure(self._cell.close):
             self._look()
-        except BaseException:
-            self._cell.close()
-            raise
 
     @property
     def fd(self) -> int | None:
@@ -235,11 +233,8 @@ class OwnCudaRegion(CudaRegion):
 
     def __init__(self, nbytes: int, layout_digest: str, device: torch.device) -> None:
         self._memory = OwnMemory(nbytes, device)
-        try:
+        with OnFailure(self._memory.free):
             super().__init__((nbytes,), layout_digest, lambda: (self._memory.address,), device.index)
-        except BaseException:
-            self._memory.free()
-            raise
 
     @property
     def memory(self) -> torch.Tensor:

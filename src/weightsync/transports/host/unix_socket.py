@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, DeadlineExceeded, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
@@ -33,12 +34,9 @@ def listen_local(prefix: str, name: str, key: bytes, serve: Callable[[Channel], 
     publisher_id = secrets.token_bytes(ID_BYTES)
     address = prefix + publisher_id.hex()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with OnFailure(sock.close):
         sock.bind("\0" + address)
         return Listener(sock, name, check_key(key), publisher_id, serve, same_user), address
-    except BaseException:
-        sock.close()
-        raise
 
 
 def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: Deadline) -> Channel:
@@ -70,11 +68,8 @@ def connect_local(prefix: str, address: str, key: bytes, peer: str, deadline: De
 def open_local(prefix: str, offer: Offer, key: bytes, deadline: Deadline, make: Callable[[Channel, Deadline], T]) -> T:
     """Return the reader that ``make`` makes of an authenticated channel to the publisher behind ``offer``."""
     channel = connect_local(prefix, offer.address, key, "the source on this host", deadline)
-    try:
+    with OnFailure(channel.close):
         return make(channel, deadline)
-    except BaseException:
-        channel.close()
-        raise
 
 
 class LocalPublisher(ABC):

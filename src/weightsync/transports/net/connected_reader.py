@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError
 from weightsync.tensors.copies import check_tiles
@@ -67,11 +68,8 @@ class ConnectedReader(BlockingReader):
                 channel.abort()
 
     def _connect(self, deadline: Deadline) -> Channel:
-        try:
+        with OnFailure(self._drop):
             return self._dial(self._adopt, deadline)
-        except BaseException:
-            self._drop()
-            raise
 
     def _drop(self) -> None:
         with self._lock:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, PeerLost
 from weightsync.transports.net.channel import Channel
@@ -41,23 +41,11 @@ def dialer(host: str, port: int, publisher_id: bytes, key: bytes, make: Callable
 
 def _look_up(host: str, port: int, deadline: Deadline) -> list[_Address]:
     """Addresses of ``host``. The C library keeps no time in this, so a thread waits for it, and is left alone if it is late."""
-    addresses: Future[list[_Address]] = Future()
-
-    def look() -> None:
-        try:
-            addresses.set_result([(info[0], info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
-        except (OSError, UnicodeError) as error:
-            addresses.set_exception(error)
-
-    what = f"looking up the source's host {host}"
-    thread = threading.Thread(target=look, name="weightsync-tcp-look-up", daemon=True)
-    thread.start()
-    thread.join(deadline.remaining(what))
-    if not addresses.done():
-        deadline.remaining(what)
-        raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s")
+    looking = in_daemon_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM), "weightsync-tcp-look-up")
     try:
-        return addresses.result(0)
+        return [(info[0], info[4]) for info in deadline.result(looking, f"looking up the source's host {host}")]
+    except DeadlineExceeded:
+        raise
     except (OSError, UnicodeError) as error:
         raise PeerLost(f"the source's host {host} cannot be found: {error}") from error
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from weightsync.closing import OnFailure
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol.messages import Host, Offer
 from weightsync.protocol.tokens import is_loopback
@@ -88,7 +89,7 @@ class ListeningPublisher(ABC):
         except socket.gaierror as error:
             raise ConfigurationError(f"transport {transport.name}: {bind!r} is not an address of this host: {error}") from error
         sock = socket.socket(family, kind)
-        try:
+        with OnFailure(sock.close):
             if port:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -116,9 +117,6 @@ class ListeningPublisher(ABC):
             traits = msgspec.structs.replace(transport.traits, encrypted=encrypted)
             self.offer = Offer(scheme=transport.name, address=address, host=local_host, traits=traits)
             self._listener = Listener(sock, transport.name, check_key(key), publisher_id, self._accept, channel=make)
-        except BaseException:
-            sock.close()
-            raise
 
     def busy(self) -> AbstractContextManager[None]:
         """Give a context for a transfer: see :meth:`Listener.busy`."""

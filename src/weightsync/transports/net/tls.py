@@ -18,6 +18,7 @@ import secrets
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -25,7 +26,7 @@ from typing import TypeVar
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, WeightSyncError
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
+from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, Opening, Sealing
 from weightsync.transports.net.handshake import ENCRYPTED_ONLY
 
 FINGERPRINT_BYTES = 32
@@ -176,8 +177,7 @@ class EncryptedChannel(Channel):
                 super().receive_into([memoryview(first)], deadline)
                 self._length = bytes(first)
             length, self._length = self._length, b""
-            count = self._opening.sealed_bytes(length)
-            plain = count - TAG_BYTES
+            plain, count = self._opening.sizes(length)
             following = LENGTH_BYTES if plain < most else 0  # another record is due: its length comes in the same call
             if len(self._sealed) < count + following:
                 self._sealed = bytearray(count + following)
@@ -195,7 +195,9 @@ class EncryptedChannel(Channel):
         for given in buffers:
             buffer = memoryview(given)
             for start in range(0, len(buffer), RECORD_BYTES):
-                super().send([self._sealing.seal(buffer[start : start + RECORD_BYTES])], deadline, more)
+                plain, began = buffer[start : start + RECORD_BYTES], time.perf_counter()
+                super().send([self._sealing.seal(plain)], deadline, more)
+                self._sealing.compression.sent(plain, time.perf_counter() - began)
 
 
 class _Handshake:

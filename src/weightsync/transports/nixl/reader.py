@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from weightsync.arrays import Int64, UInt64
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError
 from weightsync.protocol.messages import Memory
@@ -23,9 +25,18 @@ from weightsync.transports.host.mapped import HeaderReader
 from weightsync.transports.host.region import HEADER_BYTES, Header
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
-from weightsync.transports.net.messages import ANSWER_BYTES, Ready, next_answer, send_request
+from weightsync.transports.net.messages import (
+    ANSWER_BYTES,
+    ControlMessage,
+    Fail,
+    Messages,
+    Ready,
+    RegisterTiles,
+    Start,
+    next_answer,
+    send_request,
+)
 from weightsync.transports.nixl.agent import Agent, Transfer, span_of
-from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
 from weightsync.transports.nixl.staged_frames import (
     BUFFERS,
     MOST_BUFFER_BYTES,
@@ -36,6 +47,46 @@ from weightsync.transports.nixl.staged_frames import (
     copies,
     split,
 )
+
+
+class DescribeMemory(ControlMessage, frozen=True):
+    """Of ``nixl``: asks where the publisher's memory is; answered by :class:`MemoryDescription` or :class:`Fail`."""
+
+
+class MemoryDescription(ControlMessage, frozen=True):
+    """Where a publisher's memory is, and what a NIXL agent needs to read it.
+
+    Attributes:
+        agent: Metadata of the publisher's agent.
+        memory: Memory of the regions; the header page is always in host memory.
+        device: CUDA device of the regions.
+        exports: How often the publisher has exported its memory.
+        layout_digest: Layout of the regions.
+        header: Address of the header page.
+        regions: Address and bytes of each region, little-endian ``int64[regions, 2]``.
+        buffer_bytes: Most bytes of a frame.
+        buffers: Address of each of this reader's staging buffers, if it registered tiles.
+    """
+
+    agent: bytes
+    memory: Memory
+    device: int
+    exports: int
+    layout_digest: str
+    header: int
+    regions: bytes
+    buffer_bytes: int
+    buffers: tuple[int, ...]
+
+
+class Pack(ControlMessage, frozen=True):
+    """Of ``nixl``: pack this frame of the registered tiles into its staging buffer; answered by :class:`Ready` or :class:`Fail`."""
+
+    frame: int
+
+
+MESSAGES: Messages = msgspec.msgpack.Decoder(RegisterTiles | Start | Ready | Fail | DescribeMemory | MemoryDescription | Pack)
+
 
 POSTING_THREADS = 2
 """More gain nothing between two GPUs (docs/benchmarks/gpu-rounds.md)."""
@@ -114,13 +165,10 @@ class NixlReader(ConnectedReader, HeaderReader):
         self._plan: _ReadPlan | None = None  # made when it is missing
         self._frames_asked = self._frames_taken = 0
         self._stop = threading.Event()
-        try:
+        with OnFailure(self.close):
             self._page_token = agent.register("host", span_of(self._page))
             super().__init__(dial, deadline)
             self._describe(self._connected(deadline), deadline)
-        except BaseException:
-            self.close()
-            raise
 
     def _describe(self, channel: Channel, deadline: Deadline) -> MemoryDescription:
         """Ask where the publisher's memory lies now."""
@@ -190,12 +238,9 @@ class NixlReader(ConnectedReader, HeaderReader):
         if self._plan is None:
             described = self._describe(self._connected(deadline), deadline)
             plan = _ReadPlan(self._agent)
-            try:
+            with OnFailure(plan.close, deadline):
                 self._fill(plan, described)
                 self._touch(described, deadline)
-            except BaseException:
-                plan.close(deadline)
-                raise
             self._plan = plan
         return self._plan
 

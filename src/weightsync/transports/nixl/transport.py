@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError
 from weightsync.protocol.messages import Host, Memory, Offer, Traits
@@ -30,8 +31,7 @@ from weightsync.transports.net.frames import wanted_tiles
 from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import Handlers, Ready, RegisterTiles, TableBudget, serve_requests
 from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices, span_of
-from weightsync.transports.nixl.memory_messages import MESSAGES, DescribeMemory, MemoryDescription, Pack
-from weightsync.transports.nixl.reader import POSTING_THREADS, NixlReader
+from weightsync.transports.nixl.reader import MESSAGES, POSTING_THREADS, DescribeMemory, MemoryDescription, NixlReader, Pack
 from weightsync.transports.nixl.staged_frames import (
     BUFFER_BYTES,
     MOST_BUFFER_BYTES,
@@ -50,7 +50,7 @@ class _Registration:
 
     def __init__(self, region: PublishedRegion | CudaRegion, options: Mapping[str, str], buffer_bytes: int) -> None:
         self.agent = Agent(options)
-        try:
+        with OnFailure(self.close):
             if isinstance(region, CudaRegion):
                 exported = region.exported
                 number, offset, size = exported.regions()
@@ -66,9 +66,6 @@ class _Registration:
                 self.regions = np.array([[region.address, region.nbytes]], np.int64)
                 self._page = region.memory
                 self.agent.register("host", span_of(self._page))
-        except BaseException:
-            self.close()
-            raise
         self.layout_digest, self.buffer_bytes = region.layout_digest, buffer_bytes
 
     memory: Memory
@@ -155,11 +152,8 @@ class NixlPublisher(ListeningPublisher):
         self._lock = threading.Lock()
         self._current = _Registration(region, self._options, self._buffer_bytes)
         self.budget = TableBudget(self._total)
-        try:
+        with OnFailure(self._current.close):
             super().__init__(transport, key, local_host, ListenAddress(bind))
-        except BaseException:
-            self._current.close()
-            raise
 
     def registration(self) -> _Registration:
         """Return the current registration: a new one, with a new agent, if the trainer's memory has moved."""

@@ -2,7 +2,8 @@
 
 A trainer and an engine on one machine, weights in host memory. Rounds alternate: one changes so many words that all
 bytes move, the next changes ``--share`` of them. ``--rate 1gbit`` runs it in a network namespace with so slow a
-loopback, for which it needs root, ``ip`` and ``tc``. The coordinator's messages go through it too.
+loopback, for which it needs root, ``ip`` and ``tc``. The coordinator's messages go through it too. ``--encrypted`` encrypts data
+sockets, as is done between hosts; only then may they compress.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from weightsync.errors import RoundFailed
 from weightsync.model.result import RoundResult
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
+from weightsync.transports.base import Transport
+from weightsync.transports.tcp.transport import Tcp
 
 _INSIDE = "WEIGHTSYNC_BENCHMARK_INSIDE"
 
@@ -39,7 +42,7 @@ def change(module: torch.nn.Module, share: float) -> None:
         words ^= (torch.rand(words.shape) < share).to(torch.int16)
 
 
-def measured(mebibytes: int, share: float, transport: str, rounds: int) -> dict[str, float]:
+def measured(mebibytes: int, share: float, transport: str | Transport, rounds: int) -> dict[str, float]:
     """Medians in milliseconds, bytes, and ratios.
 
     Raises:
@@ -83,14 +86,20 @@ def main() -> None:
     parser.add_argument("--transport", default="shared_memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", help="of the loopback, as tc writes it")
+    parser.add_argument("--encrypted", action="store_true", help="over TCP")
     options = parser.parse_args()
     if options.rate and _INSIDE not in os.environ:
         slow = f"tc qdisc add dev lo root tbf rate {options.rate} burst 256kb latency 100ms"
         command = f'ip link set lo up && {slow} && exec "$@"'
         arguments = ["unshare", "-n", "sh", "-c", command, "sh", sys.executable, "-m", "benchmarks.deltas", *sys.argv[1:]]
         os.execvpe("unshare", arguments, os.environ | {_INSIDE: "yes"})
-    row = measured(options.mebibytes, options.share, options.transport, options.rounds)
-    print(json.dumps({"transport": options.transport, "rate": options.rate, "share": options.share} | row))
+    transport = Tcp(encrypt=True) if options.encrypted else options.transport
+    row = measured(options.mebibytes, options.share, transport, options.rounds)
+    print(
+        json.dumps(
+            {"transport": options.transport, "encrypted": options.encrypted, "rate": options.rate, "share": options.share} | row
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201
-"""Quantizing on a GPU: ``python -m benchmarks.gpu_quantized bits|time [GB [FORMAT ...]]|serve [moe]``.
+"""Quantizing on a GPU: ``python -m benchmarks.gpu_quantized bits|time [GB [FORMAT ...]]|serve [moe] [e8m0]``.
 
-``bits``: every format on the GPU gives the bits of the CPU, for several cuts of a matrix.
+``bits``: every format on the GPU gives the bits of the CPU, for several cuts of a matrix and for streams.
 ``time``: quantizing so many GB of bfloat16 (default 8), in shapes of Qwen3-30B-A3B and in large matrices, against a copy of them
 within the GPU: medians of nine times and their ranges, of every format or of those named. ``thirds`` are shards whose borders cut
 blocks of 128 x 128; the exchange of their maxima is counted.
 ``serve``: a real vLLM with a checkpoint in FP8 blocks is updated by ``Trainer(quantize=)``, and answers as one that loaded the same
-weights quantized offline. Run it with ``VLLM_USE_DEEP_GEMM=0``, and again without.
+weights quantized offline; ``e8m0``: with scales in E8M0. Run it with ``VLLM_USE_DEEP_GEMM=0``, and again with 1.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.formats import FORMATS
 from weightsync.tensors.quantization import QuantizedShards, formats_by_pattern
 from weightsync.tensors.shards import Shard
+from weightsync.trainer.stream_formats import StreamFormats
 
 GO = np.zeros(1, np.int8)
-PATTERNS = {"*_proj.weight": "fp8-block"}
+E8M0 = "e8m0" in sys.argv
+PATTERNS = {"*_proj.weight": "fp8-block-e8m0" if E8M0 else "fp8-block"}
 
 
 def made(matrices, boxes, name):
@@ -85,6 +87,11 @@ def check_bits():
                     place = tuple(map(slice, shard.box.starts, shard.box.stops))
                     tensors[shard.name][place] = memory.cpu()
                 held[device, cut.__name__] = {key: raw(value) for key, value in tensors.items()}
+        for device in ("cpu", "cuda"):
+            stream = StreamFormats(partial(formats_by_pattern, patterns={"*": name}), None)
+            for place in ("first", "again"):
+                parts = stream.published("a.weight", matrix.to(device)) + stream.rest()
+                held[device, place] = {key: raw(value.cpu()) for key, value in parts}
         wrong = [key for key, value in held.items() if value != held["cpu", "whole"]]
         print(f"{name:16} {'equal' if not wrong else f'DIFFERS: {wrong}'}", flush=True)
 
@@ -144,7 +151,8 @@ def offline(model, folder, quantize):
     tensors = {}
     for name, value in load_file(folder / "plain" / "model.safetensors").items():
         if "_proj.weight" in name and quantize:
-            data, scales = per_block_cast_to_fp8(value, use_ue8m0=False)
+            data, scales = per_block_cast_to_fp8(value, use_ue8m0=E8M0)
+            scales = scales.to(torch.float8_e8m0fnu) if E8M0 else scales
             tensors[name], tensors[f"{name}_scale_inv"] = data.contiguous(), scales.contiguous()
         else:
             tensors[name] = value

@@ -5,8 +5,8 @@
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
 ``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
-parallel), and as many FSDP ranks of a trainer the last ones. With ``--format fp8-block`` the trainer quantizes projections; with
-``--changed 0.01`` it publishes deltas of that share of changed words.
+parallel), and as many FSDP ranks of a trainer the last ones. With ``--format fp8-block`` or ``fp8-block-e8m0`` it quantizes
+projections; with ``--changed 0.01`` it publishes deltas of that share of changed words.
 With ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` vLLM's own reload of the same shapes, from tensors on its GPU, is timed after them.
 vLLM and weightsync's entry point are on the path.
 """
@@ -78,7 +78,7 @@ def write_shapes(folder, tensors):
 
 def shapes_only(folder, manifest, quantized=False):
     """The checkpoint of the manifest, shapes only, and its configuration."""
-    kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1)}
+    kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e8m0fnu": ("F8_E8M0", 1)}
     write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
     layers = {spec.name.split(".")[2] for spec in manifest if spec.name.startswith("model.layers.")}
     config = {**MOE, "num_hidden_layers": len(layers)}

@@ -24,7 +24,7 @@ from weightsync.engine.engine import Engine
 from weightsync.model import Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.trainer import Trainer
-from weightsync.transports.net.tls import KEY_BYTES
+from weightsync.transports.net.encrypted_records import KEY_BYTES
 from weightsync_bench.peer import serve, tensor_shapes
 
 _PIECE = 256 << 10  # bytes that the floor encrypts at a time: they fit every second-level cache

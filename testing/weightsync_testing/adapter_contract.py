@@ -45,7 +45,7 @@ class _Faulty(EngineAdapter):
     def __init__(self, inner: EngineAdapter) -> None:
         self.inner, self.fault, self.stopped = inner, "", False
         self.name, self.no_shards = inner.name, inner.no_shards
-        self.loads_late, self.pauses_twice = inner.loads_late, inner.pauses_twice
+        self.loads_late, self.pauses_twice, self.repacks = inner.loads_late, inner.pauses_twice, inner.repacks
         self.sleeps, self.can_load = inner.sleeps, inner.can_load
 
     def _maybe(self, where: str) -> None:

@@ -490,8 +490,8 @@ TARGETS: dict[str, Target] = {
     "plans": Target(_plans, (_plan_seed(),)),
     "agreements": Target(_agreements, (_agreement_seed(),)),
     "manifests": Target(_manifests, (_json(_SPECS),)),
-    "reader-greeting": Target(_reader_greeting, (b"wsync\x00\x00\x02" + b"n" * 32 + b"p" * 32,)),
-    "owner-greeting": Target(_owner_greeting, (b"wsync\x00\x00\x02" + _OWNER + b"n" * 32 + b"p" * 32 + b"\x01",)),
+    "reader-greeting": Target(_reader_greeting, (b"wsync\x00\x00\x03" + b"n" * 32 + b"p" * 32,)),
+    "owner-greeting": Target(_owner_greeting, (b"wsync\x00\x00\x03" + _OWNER + b"n" * 32 + b"p" * 32 + b"\x01",)),
     "wanted": Target(
         _wanted,
         (

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDep
 LASTING = ("/v1/events", *RolloutBroker.lasting)
 PATHS = [(one.method, one.path) for one in (*OPERATIONS, *RolloutBroker.operations) if one.path not in LASTING]
 PUBLIC = ("/", "/healthz", "/v1/challenge")
-several = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+several = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,16 +69,15 @@ def test_the_search_ranks_the_pages_that_people_look_for_higher(site: Path) -> N
 
 
 def test_a_wrong_link_fails_the_build(tmp_path: Path) -> None:
-    shutil.copytree(DOCS, tmp_path / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    (tmp_path / "docs").mkdir()
     for name in ("src", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
-    with (tmp_path / "docs" / "simulation.md").open("a") as page:
-        page.write("\n[a](nowhere.md) [b](settings.md#nowhere)\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [README.md]\n")
+    (tmp_path / "docs" / "README.md").write_text("# A page\n\n[a](nowhere.md) [b](README.md#nowhere)\n")
     (tmp_path / "docs" / "lonely.md").write_text("# A page that the navigation lacks\n")
     done = _build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
-    for complaint in ("'nowhere.md'", "anchor '#nowhere'", "lonely.md"):
+    for complaint in ("'nowhere.md'", "'README.md#nowhere'", "lonely.md"):
         assert complaint in done.stderr
 
 

@@ -434,11 +434,13 @@ class Loras:
     def status(self) -> tuple[AdapterStatus, ...]:
         """What is served, by name and number."""
         loras = {label: lora for held in self._held.values() for label, lora in held.items()}
+        connected = {name for name, source in self._sources.items() if source.members.trainers}
         return tuple(
             AdapterStatus(
                 name=lora.version.run, version=lora.version.number, digest=lora.version.digest, rank=lora.spec.config.rank,
                 base=None if lora.spec.base is None else str(lora.spec.base),
                 replicas=tuple(sorted(replica for replica, held in self._held.items() if label in held)),
+                published=lora.version.run in self._names and self._names[lora.version.run].source in connected,
             )
             for label, lora in sorted(loras.items(), key=lambda item: (item[1].version.run, item[1].version.number))
         )  # fmt: skip

@@ -93,6 +93,8 @@ class AdapterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: str | None
     """Label of the base weights for which it was published; ``None``: weights that weightsync did not deliver."""
     replicas: tuple[str, ...]
+    published: bool = False
+    """Whether a trainer that is connected holds the newest version of this name."""
 
 
 class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

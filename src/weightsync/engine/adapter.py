@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.tensors.shards import Shard
+
+
+class EngineLoras(Protocol):
+    """Versions of LoRA adapters at one rank of an engine. Methods are those of :class:`EngineAdapter`."""
+
+    slots: LoraSlots
+
+    def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
+        """See :meth:`EngineAdapter.check_lora`."""
+
+    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | str:
+        """See :meth:`EngineAdapter.stage_lora`."""
+
+    def register(self, version: Version) -> None:
+        """See :meth:`EngineAdapter.register_lora`."""
+
+    def drop(self, label: str) -> None:
+        """See :meth:`EngineAdapter.drop_lora`."""
+
+    def labels(self) -> Collection[str]:
+        """See :meth:`EngineAdapter.loras`."""
 
 
 class EngineAdapter:
@@ -29,6 +51,13 @@ class EngineAdapter:
 
     no_source = ""
     """Why other replicas must not read the memory of ``shards`` while this engine serves; empty: they may, unless it ``sleeps``."""
+
+    repacks = False
+    """Whether ``finish`` changes what was written to the memory of ``shards``, because the engine computes with another layout.
+
+    Digests are taken before that, so results say ``received``. The memory is not compared with them later, takes no changes, and
+    other replicas do not read it.
+    """
 
     loads_late = False
     """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
@@ -147,37 +176,53 @@ class EngineAdapter:
 
     # LoRA adapters. These are called on another thread, one at a time, also while a round runs and while the engine generates.
 
+    lora_versions: EngineLoras | None = None
+    """Versions of LoRA adapters, if the engine takes any: the following methods ask it."""
+
     def lora_slots(self) -> LoraSlots | None:
         """How many versions of LoRA adapters this engine holds at most, and their largest rank; ``None`` if it takes none."""
-        return None
+        return None if self.lora_versions is None else self.lora_versions.slots
 
     def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
         """Raise unless this engine can serve an adapter with these tensors: it has every module, with these extents.
 
         Called before anything is read or allocated. Nothing is known of the tensors yet.
         """
+        if self.lora_versions is not None:
+            self.lora_versions.check(spec, manifest)
 
-    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+    def stage_lora(
+        self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor] | str | None:
         """Take a copy of ``tensors`` (lent until this returns) as version ``label`` (``alice/math@3``), for no request yet.
 
-        Returns the copies by the same names, if they are plain copies that requests will compute with: they are digested then.
-        Otherwise ``None``, and the result says ``received``.
+        Returns the copies by the same names, if they are plain copies that requests will compute with: they are digested then. An
+        empty string, if :meth:`register_lora` will read them back where requests compute with them, and raise if they differ from
+        ``tensors``. Otherwise ``None``, or the reason on one line, and the result says ``received``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has lora_slots() but no stage_lora()")
+        return self._loras_here.stage(label, spec, tensors)
 
     def register_lora(self, version: Version) -> None:
         """Every rank holds what was staged, verified, as ``version``: ``version.run`` is the adapter's name.
 
         New requests may name it, and the name alone means the newest version that is registered.
         """
-        raise NotImplementedError(f"{type(self).__name__} has lora_slots() but no register_lora()")
+        self._loras_here.register(version)
 
     def drop_lora(self, label: str) -> None:
         """Let no new request use ``label``, staged or registered, and free it when the last that does has ended. Known or not."""
+        if self.lora_versions is not None:
+            self.lora_versions.drop(label)
 
     def loras(self) -> Collection[str]:
         """Labels of all versions whose memory is in use: staged, registered, or dropped and still used."""
-        return ()
+        return () if self.lora_versions is None else self.lora_versions.labels()
+
+    @property
+    def _loras_here(self) -> EngineLoras:
+        if self.lora_versions is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither lora_versions nor methods for LoRA adapters of its own")
+        return self.lora_versions
 
     def call_ended(self, call: int, reason: str, refuse: bool) -> None:
         """The owner's call with this number is over, or ends now if no update is in it. With ``refuse`` no pause waits for it."""

@@ -187,6 +187,8 @@ class EngineRole(SessionFront):
             TransportUnavailable: No transport can publish the memory.
         """
         name, reason = self.adapter.name, self.adapter.no_source
+        if self.adapter.repacks and not reason:
+            reason = "its parameters do not stay as they are written: its class says repacks = True"
         if self.session.sleeps and not reason:
             reason = "its weights may be asleep while it serves: its class has wake_weights() and does not say sleeps = False"
         if self.layout is None:
@@ -422,6 +424,8 @@ class EngineRole(SessionFront):
                 else:  # what is staged is for memory that the parameters have left
                     self._staged = None
                     filled = filler.run(body.number, deadline, constants)
+                    if self.adapter.repacks:
+                        filled = replace(filled, verified="received")
         self._moved = (filler.layout.digest, filled, constants) if filled.verified == "installed" else None
         failpoints.reached("engine.moved")
         return _moved(nbytes, filled)

@@ -18,22 +18,22 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
-from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, LoadError, PlanMismatch, ProtocolError, VersionError, as_load_error
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError, as_load_error
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import Body, LetGo, Moved, Prepared
 from weightsync.protocol.worker import IncomingCall
+from weightsync.tensors.device_memory import digest_sums
 from weightsync.tensors.shards import Shard
 from weightsync.tensors.staging import Staging
 from weightsync.transports.host.memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 16
+_SHOWN, _MOST_REASON = 16, 500  # names; characters
 _REMEMBERED = 1 << 16  # names; a Hello has room for so many
 
 
@@ -186,12 +186,13 @@ class LoraRole(SessionFront):
         with OnFailure(self._unstage):
             with as_load_error(f"the engine could not take {label}"):
                 copies = self._adapter.stage_lora(label, spec, staging.tensors())
-            digests = filled.digests if copies is None else _digests(staging.manifest, copies, deadline)
+            reason = "the engine does not show its copies" if copies is None else copies if isinstance(copies, str) else ""
+            digests = _digests(staging.manifest, copies, deadline) if isinstance(copies, Mapping) else filled.digests
             self.session.check_abort()
         failpoints.reached("engine.lora.staged")
         return Moved(
             nbytes=staging.filler.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
-            load_seconds=0.0, digest_seconds=0.0, verified="received" if copies is None else "installed",
+            load_seconds=0.0, digest_seconds=0.0, verified="received" if reason else "installed", reason=reason[:_MOST_REASON],
         )  # fmt: skip
 
     def _register(self, body: RegisterLora, deadline: Deadline) -> None:
@@ -261,13 +262,8 @@ class LoraRole(SessionFront):
 
 def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: Deadline) -> UInt64:
     """Digest what the engine holds now, in the order of the plan's rows."""
-    shards = [Shard(spec.name, spec.shape, Box.whole(spec.shape), copies[spec.name]) for spec in manifest if spec.size]
-    read = ReadBack(manifest).digests(shards, deadline)
-    if read is None:
-        raise LoadError(
-            "the engine's copies of an adapter have another dtype or shape than its tensors, so they cannot be digested"
-        )
-    return read[1]
+    shards = [Shard(spec.name, spec.shape, Box.whole(spec.shape), copies[spec.name]) for spec in manifest]
+    return digest_sums(manifest, shards, deadline)[[spec.size > 0 for spec in manifest]]
 
 
 def _shown(labels: Sequence[str]) -> str:

@@ -92,6 +92,7 @@ class EngineSession:
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
+        self._rewritten = any(adapter.loads_late or adapter.repacks for adapter in self._adapters)
         self._owner_pauses = any(adapter.owner_pauses for adapter in self._adapters)
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
@@ -368,7 +369,7 @@ class EngineSession:
 
     def can_read_back(self, *, build: bool = False) -> bool:
         """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
-        if any(adapter.loads_late for adapter in self._adapters) or not self._read_back.look(self._calls.shards()):
+        if self._rewritten or not self._read_back.look(self._calls.shards()):
             return False
         if build:
             self._read_back.build()
@@ -379,7 +380,7 @@ class EngineSession:
 
         Returns the tensors' indices in the manifest and their digests.
         """
-        if any(adapter.loads_late for adapter in self._adapters):
+        if self._rewritten:
             return None
         return self._read_back.digests(self._calls.shards(), deadline, constants)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from weightsync.engines.in_step import InStep
 from weightsync.engines.module_loras import ModuleLoras
 from weightsync.errors import ConfigurationError, DeadlineExceeded
 from weightsync.model import Manifest, PauseMode, Version
-from weightsync.model.lora import AdapterSpec, LoraSlots
+from weightsync.model.lora import LoraSlots
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import FollowedShards, Shard
 
@@ -59,7 +59,7 @@ class ModuleAdapter(EngineAdapter):
         self.module = module
         self.version: Version | None = None
         self._followed = FollowedShards(module, include_buffers=include_buffers)
-        self._loras = ModuleLoras(module, LoraSlots(adapter_slots, max_lora_rank)) if adapter_slots else None
+        self.lora_versions = self._loras = ModuleLoras(module, LoraSlots(adapter_slots, max_lora_rank)) if adapter_slots else None
         self._fsdp = _fsdp_modules(module)
         ranks = _ranks_of(module) if process_group is None else torch.distributed.get_process_group_ranks(process_group)
         self._in_step = InStep(ranks) if len(ranks) > 1 else None
@@ -89,6 +89,8 @@ class ModuleAdapter(EngineAdapter):
             ConfigurationError: This is one of several ranks, and it is not known which enter together.
         """
         me = object()
+        if adapter is not None and self._loras is None:
+            raise ConfigurationError("this module holds no LoRA adapters: give ModuleAdapter(module, adapter_slots=...)")
         try:  # around it all: a signal handler may raise right after the module was taken
             if self._in_step is not None or self.replica_ranks > 1:
                 self._enter_in_step(me, timeout)
@@ -97,15 +99,10 @@ class ModuleAdapter(EngineAdapter):
                     self._wait_until_free(timeout)
                     self._users[me] = None
             with ExitStack() as using:
-                yield self.version if adapter is None else using.enter_context(self._adapters().using(adapter))
+                yield using.enter_context(self._loras.using(adapter)) if adapter is not None and self._loras else self.version
         finally:
             self._users.pop(me, None)
             self._notify()
-
-    def _adapters(self) -> ModuleLoras:
-        if self._loras is None:
-            raise ConfigurationError("this module holds no LoRA adapters: give ModuleAdapter(module, adapter_slots=...)")
-        return self._loras
 
     def _wait_until_free(self, timeout: float) -> None:
         if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
@@ -216,31 +213,6 @@ class ModuleAdapter(EngineAdapter):
         with self._lock:
             self._paused = self._begun = False
             self._changed.notify_all()
-
-    def lora_slots(self) -> LoraSlots | None:
-        """Return how many versions of adapters the module holds at most."""
-        return None if self._loras is None else self._loras.slots
-
-    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
-        """Check that the module has the layers that the adapter changes."""
-        self._adapters().check(spec, manifest)
-
-    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy the adapter's matrices."""
-        return self._adapters().stage(label, spec, tensors)
-
-    def register_lora(self, version: Version) -> None:
-        """Let :meth:`in_use` find the version."""
-        self._adapters().register(version)
-
-    def drop_lora(self, label: str) -> None:
-        """Free the version once no call computes with it."""
-        if self._loras is not None:
-            self._loras.drop(label)
-
-    def loras(self) -> Collection[str]:
-        """Return the labels of all versions that are held."""
-        return () if self._loras is None else self._loras.labels()
 
 
 def _fsdp_modules(module: torch.nn.Module) -> list[FSDPModule]:

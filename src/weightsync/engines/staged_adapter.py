@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards
-from weightsync.errors import ConfigurationError, LoadError, few
-from weightsync.model import Manifest, Version
-from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label
+from weightsync.errors import LoadError, few
+from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard
 
 UNLABELLED = "weightsync:none"
@@ -20,27 +18,6 @@ UNLABELLED = "weightsync:none"
 
 COMMIT_SECONDS = 300.0
 """Time for a step of the commit, in addition to the coordinator's deadline."""
-
-
-class EngineLoras(Protocol):
-    """Versions of LoRA adapters at one rank of an engine. Methods are those of :class:`EngineAdapter`, with a limit in seconds."""
-
-    slots: LoraSlots
-
-    def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
-        """See :meth:`EngineAdapter.check_lora`."""
-
-    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See :meth:`EngineAdapter.stage_lora`."""
-
-    def register(self, label: str, timeout: float) -> None:
-        """See :meth:`EngineAdapter.register_lora`."""
-
-    def drop(self, label: str, timeout: float) -> None:
-        """See :meth:`EngineAdapter.drop_lora`."""
-
-    def labels(self) -> Collection[str]:
-        """See :meth:`EngineAdapter.loras`."""
 
 
 class StagedAdapter(EngineAdapter):
@@ -61,8 +38,6 @@ class StagedAdapter(EngineAdapter):
 
     loads_late = True
     follows = True
-    lora_versions: EngineLoras | None = None
-    """``None`` if the engine takes no LoRA adapters."""
 
     def __init__(
         self,
@@ -73,6 +48,9 @@ class StagedAdapter(EngineAdapter):
         draft_prefix: str | None = None,
     ) -> None:
         self._checkpoint, self._engine, self._direct, self._draft_prefix = checkpoint, engine, direct, draft_prefix
+        self.repacks = direct is not None and direct.repacks
+        if self.repacks:
+            self.no_source = f"{engine} keeps some weights in another layout than the checkpoint"
         self._device = device if device is not None and device.type == "cuda" else None
         self._memory: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
@@ -138,34 +116,3 @@ class StagedAdapter(EngineAdapter):
     def received_direct(self) -> bool:
         """Whether the update wrote the parameters themselves: all ranks of a round use the same delivery."""
         return self._direct is not None and not self._arrived
-
-    def lora_slots(self) -> LoraSlots | None:
-        """As many versions as the engine keeps on the host."""
-        return None if self.lora_versions is None else self.lora_versions.slots
-
-    def check_lora(self, spec: AdapterSpec, manifest: Manifest) -> None:
-        """Check that the engine has LoRA layers for every module."""
-        self._loras_here.check(spec, manifest)
-
-    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Build the engine's form of the adapter. The engine slices it later, so the digests are of what was received."""
-        self._loras_here.stage(label, spec, tensors)
-
-    def register_lora(self, version: Version) -> None:
-        """On rank 0, let every rank take the version, and requests name it."""
-        self._loras_here.register(adapter_label(version.run, version.number), COMMIT_SECONDS)
-
-    def drop_lora(self, label: str) -> None:
-        """On rank 0, hide the version from requests. Every rank frees it when no request uses it."""
-        if self.lora_versions is not None:
-            self.lora_versions.drop(label, COMMIT_SECONDS)
-
-    def loras(self) -> Collection[str]:
-        """Versions that this rank holds."""
-        return () if self.lora_versions is None else self.lora_versions.labels()
-
-    @property
-    def _loras_here(self) -> EngineLoras:
-        if self.lora_versions is None:
-            raise ConfigurationError(f"this {self._engine} was started without --enable-lora")
-        return self.lora_versions

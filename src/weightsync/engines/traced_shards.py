@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from math import prod
 
 import torch
 from torch import nn
@@ -14,23 +16,74 @@ from weightsync.model import Manifest
 from weightsync.protocol.messages import Delivery
 from weightsync.tensors.shards import Shard
 from weightsync.tracing.tracer import Traced, trace_loader
-from weightsync.tracing.verify import Reload, try_against
+from weightsync.tracing.verify import LayoutSteps, Reload, try_against
 
 _log = logging.getLogger(__name__)
 
 
-class DirectShards:
-    """Shards over the parameters of an engine's model. Follows parameters that move. Made by :func:`find_direct`."""
+Process = Callable[[Collection[str], Mapping[str, torch.Tensor]], None]
+"""Does to some layers, by name, what the engine does to them after loading: with what is in the tensors, by parameter, into the
+memory that the engine computes with."""
 
-    def __init__(self, traced: Traced, model: nn.Module) -> None:
+
+class DirectShards:
+    """Shards over the parameters of an engine's model. Follows parameters that move. Made by :func:`find_direct`.
+
+    With ``process`` the engine may keep parameters in other shapes and dtypes than its loader fills. Then shards are over the first
+    bytes of their memory, or over separate memory where they have too few, and :meth:`process` makes them what the engine keeps.
+    """
+
+    def __init__(self, traced: Traced, model: nn.Module, process: Process | None = None) -> None:
         self._traced, self._model = traced, model
+        self.steps = None if process is None else LayoutSteps(partial(self._run, process))
+        self._separate: dict[str, torch.Tensor] = {}
+        self._forms: dict[str, object] = {}
         used = [name.rpartition(".") for name in dict.fromkeys(copy.parameter for copy in traced.copies)]
         self._used = [(model.get_submodule(layer), name) for layer, _, name in used]
-        self._where, self._shards = self._look(), traced.shards(model)
+        self._where, self._shards = self._look(), self._find()
 
     def _look(self) -> list[tuple[int, tuple[int, ...]]]:
-        tensors: list[torch.Tensor] = [getattr(layer, name) for layer, name in self._used]
-        return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+        tensors: list[torch.Tensor | None] = [getattr(layer, name, None) for layer, name in self._used]
+        return [(0, ()) if tensor is None else (tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+
+    def _find(self) -> list[Shard]:
+        if self.steps is None:
+            return self._traced.shards(self._model)
+        self._places = {name: self._place(name, *wanted) for name, wanted in self._traced.wanted().items()}
+        return self._traced.shards(self._places)
+
+    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        layer, _, key = name.rpartition(".")
+        held: torch.Tensor | None = getattr(self._model.get_submodule(layer), key, None)
+        form = None if held is None else (tuple(held.shape), held.dtype)
+        if self._forms.setdefault(name, form) != form:
+            raise LayoutError(f"the engine has changed parameter {name} to {form} since it joined")
+        if held is not None and form == (shape, dtype):
+            return held.detach()
+        nbytes = prod(shape) * dtype.itemsize
+        if held is None or held.nbytes < nbytes or held.storage_offset():
+            device = next(self._model.parameters()).device
+            return self._separate.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
+        if torch.empty_like(held, device="meta").stride() != held.stride():
+            raise LayoutError(f"parameter {name} has gaps in memory, and is loaded in another form")
+        return held.detach().as_strided((held.numel(),), (1,)).view(torch.uint8)[:nbytes].view(dtype).view(shape)
+
+    def _run(self, process: Process, layers: Collection[str]) -> None:
+        device = self._shards[0].tensor.device
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            process(layers, self._places)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    @property
+    def repacks(self) -> bool:
+        """Whether :meth:`process` changes what was written to the shards."""
+        return self.steps is not None and bool(self.steps.layers)
+
+    def process(self) -> None:
+        """Make what was written to the shards what the engine computes with, in the same memory. Blocks until that is done."""
+        if self.steps is not None and self.steps.layers:
+            self.steps.run(self.steps.layers)
 
     def now(self) -> Sequence[Shard]:
         """Return the shards at their current addresses. Fast if nothing has moved, because the engine is paused meanwhile.
@@ -40,7 +93,7 @@ class DirectShards:
         """
         where = self._look()
         if where != self._where:
-            self._shards = self._traced.shards(self._model)
+            self._shards = self._find()
             self._where = where
         return self._shards
 
@@ -55,6 +108,7 @@ def find_direct(
     engine: str = "the engine",
     package: str | None = None,
     to_load: Callable[[], AbstractContextManager[object]] = nullcontext,
+    process: Process | None = None,
 ) -> DirectShards | str:
     """Return shards over ``model``'s parameters, or the reason on one line why weights must be streamed through its loader.
 
@@ -73,26 +127,29 @@ def find_direct(
         package: Python package of the engine.
         to_load: Gives the model the parameters that its loader expects, if processing has replaced them since; only while it is
             traced.
+        process: What the engine does to its layers after loading them. It is used for layers in which the trial finds other bits
+            than were loaded; ``None``: then weights are streamed.
     """
     load = getattr(model, "load_weights", None)
     if not callable(load):
         return f"{type(model).__name__} has no load_weights"
     try:
         with parameters_kept(model), to_load():
-            traced = trace_loader(load, model, manifest)
+            traced = trace_loader(load, model, manifest, converts=process is not None)
         reason = traced.reason(ranks)
         if reason is not None:
             return reason
-        direct = DirectShards(traced, model)
+        direct = DirectShards(traced, model, process)
         elsewhere = {str(shard.tensor.device) for shard in direct.now()} - {str(device)}
         if elsewhere:
             return f"some parameters are not on {device} but on {', '.join(sorted(elsewhere))}"
         with parameters_kept(model):
-            reason = try_against(model, traced, direct.now(), reload, engine=engine, package=package)
+            reason = try_against(model, traced, direct.now(), reload, engine=engine, package=package, steps=direct.steps)
     except (LoadError, LayoutError) as error:
         return str(error)
     if reason is None:
-        _log.info("weightsync: %d tensors are delivered directly into the parameters of %s", len(manifest), engine)
+        after = f", {len(direct.steps.layers)} layers are processed afterwards" if direct.steps and direct.repacks else ""
+        _log.info("weightsync: %d tensors are delivered directly into the parameters of %s%s", len(manifest), engine, after)
         return direct
     return reason
 

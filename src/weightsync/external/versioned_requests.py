@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import VersionError, readable
 from weightsync.model import Version, parse_label
+from weightsync.model.lora import newest_label
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,13 +34,22 @@ class _Demands(NamedTuple):
         """For messages."""
         return " and ".join([*self.exact, *(f"{text} or later" for text in self.least)])
 
-    def allows(self, label: str | None) -> bool:
-        """Whether the version ``label`` may answer."""
-        have = None if label is None else parse_label(label)
-        if have is None:
-            return not (self.exact or self.least)
+    def among(self, adapters: Collection[str]) -> list[str]:
+        """The newest of ``adapters`` under each name that is demanded."""
+        names = dict.fromkeys(text.rpartition("@")[0] for text in (*self.exact, *self.least))
+        return list(filter(None, (newest_label(name, adapters) for name in names)))
+
+    def allows(self, label: str | None, adapters: Collection[str] = ()) -> bool:
+        """Whether the version ``label``, and the newest of ``adapters``, may answer."""
+        has = dict[str | None, tuple[int, int]]()
+        for text in (*self.among(adapters), *filter(None, [label])):
+            if (parsed := parse_label(text)) is not None:
+                has[parsed[0]] = parsed[1:]
         wanted = [(parse_label(text), text in self.exact) for text in (*self.exact, *self.least)]
-        return all(want and want[0] == have[0] and (want == have if exact else want[1:] <= have[1:]) for want, exact in wanted)
+        return all(
+            want is not None and want[0] in has and (want[1:] == has[want[0]] if exact else want[1:] <= has[want[0]])
+            for want, exact in wanted
+        )
 
 
 class VersionedRequests:
@@ -47,18 +57,21 @@ class VersionedRequests:
 
     ``X-Weightsync-Version: run@7`` asks for this version, ``X-Weightsync-Min-Version: run@7`` for this or a later one of the run.
     Otherwise the answer is 409 with the version that the server has, before the engine sees the request; a malformed name is 400.
-    Every answer has ``X-Weightsync-Version`` with what was served when the request came and when its answer began. A request for
-    exactly one version that an update overtakes is refused with 409, or cut off if its answer has begun; so is any whose server
-    has an earlier version by then, or one of another run. ``GET /health/weights``
-    is 200 while a verified version is served, and 503 otherwise.
+    ``alice/math@3`` is compared with the newest version of this LoRA adapter, which a request for ``alice/math`` gets. Every answer
+    has ``X-Weightsync-Version`` with what was served when the request came and when its answer began. A request for exactly one
+    version that an update overtakes is refused with 409, or cut off if its answer has begun; so is any whose server has an earlier
+    version by then, or one of another run. ``GET /health/weights`` is 200 while a verified version is served, and 503 otherwise.
 
     Args:
         app: The server's application.
         served: Returns the version that is served now, or its label; ``None`` from a pause to the end of the update.
+        adapters: Returns the labels of the LoRA adapters that are served now.
     """
 
-    def __init__(self, app: ASGIApp, served: Callable[[], Version | str | None]) -> None:
-        self._app, self._served = app, served
+    def __init__(
+        self, app: ASGIApp, served: Callable[[], Version | str | None], adapters: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self._app, self._served, self._adapters = app, served, adapters
 
     def _label(self) -> str | None:
         label = str(self._served() or "")
@@ -79,26 +92,29 @@ class VersionedRequests:
         except VersionError as error:
             await _answer(send, scope, HTTPStatus.BAD_REQUEST, _error(HTTPStatus.BAD_REQUEST, str(error), label), label)
             return
-        if not wanted.allows(label):
-            await _refuse(send, scope, wanted, label)
+        if not wanted.allows(label, adapters := self._adapters()):
+            await _refuse(send, scope, wanted, label, adapters)
             return
         await self._app(scope, receive, self._watched(send, scope, wanted, label))
 
     def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None) -> Send:
         """Add the version to the answer. Let nothing out that a version may have generated which is not wanted."""
         begun, refused = False, False
+        adapters: Collection[str] = ()
 
         async def watched(message: Message) -> None:
-            nonlocal begun, refused
+            nonlocal adapters, begun, refused
             if refused:
                 return
             now = self._label()
+            if not begun:  # an answer that has begun keeps its adapter, whatever is published meanwhile
+                adapters = list(self._adapters())
             # While an update runs, what comes may be of the version before, which is well for all that do not want exactly one.
-            if (wanted.exact or now is not None) and not wanted.allows(now):
+            if (wanted.exact or now is not None) and not wanted.allows(now, adapters):
                 if begun:
                     raise VersionError(f"the answer was cut off: it must be of {wanted.shown}, and an update has begun")
                 refused = True
-                await _refuse(send, scope, wanted, now)
+                await _refuse(send, scope, wanted, now, adapters)
                 return
             begun = True
             if message["type"] in ("http.response.start", "websocket.accept"):
@@ -132,8 +148,9 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, byte
                     yield meant, text
 
 
-async def _refuse(send: Send, scope: Scope, wanted: _Demands, label: str | None) -> None:
-    message = f"the request asks for {wanted.shown}, and this server has {label or _NONE}"
+async def _refuse(send: Send, scope: Scope, wanted: _Demands, label: str | None, adapters: Collection[str]) -> None:
+    has = ", ".join([*filter(None, [label]), *wanted.among(adapters)])
+    message = f"the request asks for {wanted.shown}, and this server has {has or _NONE}"
     await _answer(send, scope, HTTPStatus.CONFLICT, _error(HTTPStatus.CONFLICT, message, label), label)
 
 

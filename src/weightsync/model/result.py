@@ -16,7 +16,7 @@ _MEGABYTE = 10**6
 
 GUARANTEES = {
     "installed": "the digests of the engine's own parameters equal the published ones",
-    "received": "weaker: the digests compared are of the tensors passed to the engine's loader, not of the result of loading",
+    "received": "weaker: the digests compared are of what the engine was given, not of what its loading or repacking made of it",
 }
 """Meaning of :attr:`ReplicaResult.verified`."""
 

@@ -359,6 +359,8 @@ class Moved(Message, frozen=True):
     digest_seconds: Seconds
     verified: Literal["installed", "received"]
     """Whether the digests are of the parameters themselves, or of the tensors that were passed to an opaque loader."""
+    reason: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """Why an adapter is only received."""
 
 
 class Commit(Message, frozen=True):

@@ -106,7 +106,7 @@ class LoggedCalls:
         if moved.verified == "received" and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: verified as received: the digests cover the tensors passed to load(), so a loader that drops or changes a "
+                "%s: verified as received: the digests cover what the engine was given, so a loader that drops or changes a "
                 "tensor goes unnoticed. The delivery_reason in the round's result says why",
                 self._member,
             )

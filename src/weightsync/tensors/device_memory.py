@@ -12,7 +12,7 @@ from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device, wait_until_idle
-from weightsync.tensors.digest import PUBLIC, DigestConstants
+from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard
 
@@ -106,3 +106,21 @@ class DeviceDigest:
         """Digests of all launched rows. Waits for the device's current stream."""
         with torch.cuda.device(self._device):
             return self._digest.taken()
+
+
+def digest_sums(manifest: Manifest, shards: Sequence[Shard], deadline: Deadline) -> UInt64:
+    """Digest what memory holds now: for each tensor of ``manifest`` the sum of its ``shards``, which are on one device.
+
+    Raises:
+        LayoutError: A shard's memory has another dtype or shape than ``manifest`` says.
+        DeadlineExceeded: ``deadline`` passed.
+        TransportError: The device reported an error.
+    """
+    layout, addresses = layout_in_place(manifest, shards, block_bytes=None)
+    device, rows, sums = device_of(shards), np.zeros(len(layout), np.uint64), np.zeros(len(manifest), np.uint64)
+    if device is not None and device.type == "cuda":
+        rows = DeviceDigest(manifest, layout, device).take(addresses, deadline)
+    else:
+        digest_rows(manifest, layout, addresses, 0, len(layout), rows)
+    np.add.at(sums, layout.tensor, rows)
+    return sums

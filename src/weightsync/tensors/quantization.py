@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -27,8 +27,8 @@ from weightsync.tensors.shards import Shard, ordered, torch_dtype
 AllMax = Callable[[torch.Tensor, Deadline], None]
 """Replaces each element of a CPU tensor by its maximum over all trainer ranks. Every rank calls it with a tensor of that size."""
 
-ChooseFormats = Callable[[Manifest], Mapping[str, Format]]
-"""Chooses formats of matrices, by name, for a manifest."""
+ChooseFormats = Callable[..., Mapping[str, Format]]
+"""Chooses formats of matrices, by name, for a manifest. With ``whole=False`` that is a part of one: rules may fit nothing."""
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _MEMBER = re.compile(rf"\b({'|'.join(name for group in _FUSED for name in group)})\b")
@@ -40,7 +40,7 @@ KERNELS_ON = {"cuda"}
 _MOST_CELLS = 1 << 22  # of a batch that keeps maxima in memory
 
 
-def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -> dict[str, Format]:
+def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None], *, whole: bool = True) -> dict[str, Format]:
     """Return the format of each matrix to quantize, by name. The first pattern (``*``, ``?``, ``[...]``) that matches counts.
 
     ``None`` leaves what it matches as it is.
@@ -61,7 +61,7 @@ def formats_by_pattern(manifest: Manifest, patterns: Mapping[str, str | None]) -
             formats[spec.name] = format_of(name)
             formats[spec.name].check(spec)
     unused = [pattern for pattern, matched in used.items() if not matched]
-    if unused:
+    if unused and whole:
         raise ConfigurationError(f"no tensor is left for the pattern {unused[0]!r} of quantize: correct it, or leave it out")
     return formats
 
@@ -319,6 +319,15 @@ class QuantizedShards:
         self._placed.clear()
         return ordered(self.manifest, [*(shard for shard in shards if shard.name not in self._index), *self._derived])
 
+    def forget(self) -> None:
+        """Keep no tensor alive until :meth:`derive` is called again."""
+        for source in self._sources:
+            source.shard = replace(source.shard, tensor=torch.empty(0, device="meta"))
+        self._placed.clear()
+        for _, batches in self._known.values():
+            for batch in batches:
+                batch._outs = ()
+
     @property
     def exchanged(self) -> int:
         """Number of maxima that :meth:`exchange` exchanges with other ranks."""
@@ -472,7 +481,7 @@ class QuantizedShards:
         self._agree(values, deadline)
         bad = torch.nonzero(values.isinf())
         if len(bad):
-            raise _not_finite(self._names[int(self._slot_names[int(bad[0])])])
+            raise not_finite(self._names[int(self._slot_names[int(bad[0])])])
         if self._sources:
             self._kept[self._positions] = values.to(device)[self._used]
 
@@ -492,7 +501,7 @@ class QuantizedShards:
             bad.append(self._write(batch))
         for batch, number in zip(batches, map(int, bad), strict=True):
             if number < len(batch.sources):
-                raise _not_finite(self._matrices[batch.sources[number].matrix].spec.name)
+                raise not_finite(self._matrices[batch.sources[number].matrix].spec.name)
 
     def _ready(self, targets: tuple[tuple[Shard, torch.Tensor], ...] | None) -> list[_ShardBatch]:
         """Batches that fill ``targets``, or with ``None`` those whose maxima are exchanged; as before if all is where it was."""
@@ -557,6 +566,13 @@ class QuantizedShards:
         return batch.encode(maxima, wholes)
 
 
+def fused_group(name: str) -> tuple[str, int]:
+    """Return the name that matrices which engines fuse have in common with the one called ``name``, and their number."""
+    member = _MEMBER.search(name)
+    count = 1 if member is None else next(len(group) for group in _FUSED if member[0] in group)
+    return _MEMBER.sub(_fused_name, name), count
+
+
 def _merged(places: Sequence[slice]) -> Sequence[slice]:
     """The slice that consists of these, if each follows the one before; otherwise these."""
     adjacent = all(place.stop == after.start for place, after in itertools.pairwise(places))
@@ -568,7 +584,8 @@ def _fused_name(member: re.Match[str]) -> str:
     return next(group[0] for group in _FUSED if member[0] in group)
 
 
-def _not_finite(name: str) -> ConfigurationError:
+def not_finite(name: str) -> ConfigurationError:
+    """Return the error that a matrix holds Inf or NaN."""
     return ConfigurationError(
         f"{name} holds Inf or NaN and cannot be quantized: no version was published, and replicas serve the last one. The training "
         "step before diverged"

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def choose_formats(quantize: Quantize) -> ChooseFormats:
     return partial(formats_by_pattern, patterns=chosen)
 
 
-def formats_of_config(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Format]:
+def formats_of_config(manifest: Manifest, config: Mapping[str, Any], *, whole: bool = True) -> dict[str, Format]:
     """Return the format of each matrix that a Hugging Face ``quantization_config`` quantizes, by name.
 
     The module of ``X.weight`` is ``X``. The class ``Linear`` stands for every module with a matrix that is no embedding or router.
@@ -70,6 +70,7 @@ def formats_of_config(manifest: Manifest, config: Mapping[str, Any]) -> dict[str
     Args:
         manifest: The tensors before quantizing.
         config: As in ``config.json``.
+        whole: Whether these are all tensors.
 
     Raises:
         ConfigurationError: No format fits the method or a field, which is named with its group; a field is missing; nothing is
@@ -95,7 +96,7 @@ def formats_of_config(manifest: Manifest, config: Mapping[str, Any]) -> dict[str
             if chosen is not None:
                 formats[spec.name] = format_of(chosen)
                 formats[spec.name].check(spec)
-    if not formats:
+    if not formats and whole:
         raise ConfigurationError(f"the quantization_config ({method}) quantizes none of this trainer's {len(manifest)} tensors")
     return formats
 
@@ -181,13 +182,14 @@ def _matching(targets: Collection[str], *, around: bool = False) -> Callable[[st
 _RULES: Mapping[str, Callable[[Mapping[str, Any]], list[_Rule]]] = {"fp8": _fp8_rules, "compressed-tensors": _compressed_rules}
 
 
-def formats_as_served(manifest: Manifest, replica: str, served: Iterable[TensorSpec]) -> dict[str, Format]:
+def formats_as_served(manifest: Manifest, replica: str, served: Collection[TensorSpec], *, whole: bool = True) -> dict[str, Format]:
     """Return the format of each matrix that an engine holds quantized, by name.
 
     Args:
         manifest: The trainer's tensors before quantizing.
         replica: Name of the engine, for messages.
         served: The engine's tensors.
+        whole: Whether the manifest has all tensors of the trainer.
 
     Raises:
         ConfigurationError: The engine holds a matrix in no known format. The message lists its tensors.
@@ -209,7 +211,10 @@ def formats_as_served(manifest: Manifest, replica: str, served: Iterable[TensorS
                 f"{few(others)}. Formats: {', '.join(FORMATS)}"
             )
     names = ", ".join(sorted({each.name for each in formats.values()})) or "no quantized ones"
-    _log.info("%d of %d tensors are published quantized, because replica %s holds %s", len(formats), len(manifest), replica, names)
+    if whole:
+        _log.info(
+            "%d of %d tensors are published quantized, because replica %s holds %s", len(formats), len(manifest), replica, names
+        )
     return formats
 
 

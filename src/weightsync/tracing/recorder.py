@@ -35,6 +35,7 @@ _FILLING = {
     "cauchy_",
     "geometric_",
 }
+_EXACT = {torch.float8_e8m0fnu, torch.bfloat16, torch.float16}
 _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
 
 
@@ -82,12 +83,15 @@ def _tensors(values: object) -> list[torch.Tensor]:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows checkpoint tensors through all operators that run inside it. Never writes to parameters.
 
+    With ``converts`` a conversion to float32 that is exact counts as a copy: of the tensor as float32.
+
     ``changed`` gives, by tensor index, why a tensor cannot be delivered as plain copies. ``stuck`` is the operator that ran when a
     loader raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, converts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._converts = converts
         self.changed: dict[int, str] = {}
         self.stuck: tuple[str, frozenset[int]] | None = None
         self._memories: dict[int, _TracedMemory] = {}
@@ -173,7 +177,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dst = int(target.storage_offset()) * size
         steps = [stride * size for stride in target.stride()]
         pieces = self.pieces_of(source, map_of(source, dst, steps))
-        if source.dtype != target.dtype and pieces:
+        exact = self._converts and source.dtype in _EXACT and target.dtype is torch.float32
+        if exact and all(piece.tensor >= 0 and not piece.stale for piece in pieces):
+            times = size // source.element_size()
+            pieces = [replace(piece, map=_widened(piece.map, times), itemsize=size) for piece in pieces]
+        elif source.dtype != target.dtype and pieces:
             before = [piece.reason for piece in pieces if piece.tensor < 0]
             reason = before[0] if before else f"it is converted from {source.dtype} to {target.dtype}"
             pieces = [_mixed(map_of(source, dst, steps), size, _union(pieces), reason)]
@@ -279,6 +287,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _mixed(mapping: AffineMap, itemsize: int, touched: frozenset[int], reason: str) -> Piece:
     """Mixed piece at all targets of ``map``."""
     return Piece(mapping.swapped().folded(), itemsize, -1, touched, reason)
+
+
+def _widened(mapping: AffineMap, times: int) -> AffineMap:
+    """The map to positions among elements that are ``times`` as large."""
+    return AffineMap(mapping.src, mapping.dst * times, tuple((extent, src, dst * times) for extent, src, dst in mapping.dims))
 
 
 def _union(pieces: Iterable[Piece]) -> frozenset[int]:

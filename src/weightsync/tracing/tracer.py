@@ -16,7 +16,7 @@ from weightsync.model.layout import padded_boxes
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
-from weightsync.tracing.recorder import Recorder, ValueReads, map_of
+from weightsync.tracing.recorder import Piece, Recorder, ValueReads, map_of
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's weight loader. It takes checkpoint tensors by name and may consume the iterable in any number of steps."""
@@ -46,7 +46,7 @@ class TracedCopy:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A parameter of the traced instance, with all of its names."""
+    """A parameter of the traced instance, with all of its names. ``dtype`` is the checkpoint's where the loader converts."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -92,6 +92,15 @@ class Traced:
         if ranks == 1 and self.partial:
             return f"the loader takes only a part of {_some(self.partial)}"
         return None
+
+    def wanted(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the memory that the copies go to, by each name of each parameter with copies."""
+        used = {copy.parameter for copy in self.copies}
+        return {name: (seen.shape, seen.dtype) for seen in self.parameters if seen.names[0] in used for name in seen.names}
+
+    def layers(self, names: set[str]) -> set[str]:
+        """Return the layers whose parameters hold elements of these tensors."""
+        return {copy.parameter.rpartition(".")[0] for copy in self.copies if self.manifest[copy.tensor].name in names}
 
     def shards(self, parameters: Parameters) -> list[Shard]:
         """Return the plain copies as shards over the memory of the serving engine's ``parameters``.
@@ -145,6 +154,7 @@ def trace_loader(
     *,
     max_boxes: int = _MOST_BOXES,
     padding: Mapping[str, Sequence[slice]] | None = None,
+    converts: bool = False,
 ) -> Traced:
     """Run ``load`` on a meta tensor for every tensor of ``manifest``, and follow each to the ``parameters`` that it reaches.
 
@@ -167,11 +177,13 @@ def trace_loader(
         manifest: The checkpoint.
         max_boxes: Most boxes of one tensor.
         padding: Rows of parameters, by name, for which no checkpoint has elements. They do not count as ``unwritten``.
+        converts: Whether a conversion to float32 that is exact (from E8M0, bfloat16 or float16) counts as a copy. Then shards of
+            such a parameter have the checkpoint's dtype (:meth:`Traced.wanted`), and the caller converts what was written there.
 
     Raises:
         LoadError: ``load`` raised. The message names the last tensor that it was given.
     """
-    recorder = Recorder()
+    recorder = Recorder(converts=converts)
     for name, tensor in _named(parameters).items():
         recorder.parameter(name, tensor)
     requested: list[str] = []
@@ -229,15 +241,20 @@ def _concluded(
     kinds: list[_Seen] = []
     for names in seen.values():
         name, tensor = names[0], parameters[names[0]]
-        kinds.append(_Seen(tuple(names), tuple(tensor.shape), tensor.dtype))
         filled = 0
-        for piece in recorder.pieces_of(tensor, map_of(tensor)):
+        pieces = recorder.pieces_of(tensor, map_of(tensor))
+        plain = [torch_dtype(manifest[piece.tensor].dtype) for piece in pieces if piece.tensor >= 0]
+        converted = {dtype for dtype in plain if dtype.itemsize != tensor.element_size()}
+        kinds.append(_Seen(tuple(names), tuple(tensor.shape), next(iter(converted), tensor.dtype)))
+        if converted and len(set(plain)) > 1:
+            recorder.change(recorder.touched([tensor]), f"{name} takes it converted, and others as they are")
+        for piece in pieces:
             filled += piece.map.size
             if piece.tensor < 0:
                 recorder.change(piece.touched, f"{piece.reason} on its way to {name}")
                 continue
             try:
-                copies += _copies(piece.tensor, piece.map, name, manifest, max_boxes)
+                copies += _copies(piece, name, manifest, max_boxes)
             except Irregular:
                 recorder.change(piece.touched, f"{name} holds it in more than {max_boxes} boxes")
         spare = next((padding[alias] for alias in names if alias in padding), ())
@@ -260,12 +277,11 @@ def _unfilled(recorder: Recorder, part: torch.Tensor) -> int:
     return part.numel() - sum(piece.map.size for piece in recorder.pieces_of(part, map_of(part)))
 
 
-def _copies(tensor: int, mapping: AffineMap, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:
-    spec = manifest[tensor]
-    size = torch_dtype(spec.dtype).itemsize
+def _copies(piece: Piece, name: str, manifest: Manifest, max_boxes: int) -> list[TracedCopy]:
+    size = piece.itemsize
     return [
-        TracedCopy(tensor, Box(box.starts, box.stops), name, box.dst // size, tuple(step // size for step in box.steps))
-        for box in boxes(mapping.swapped(), spec.shape, size, max_boxes)
+        TracedCopy(piece.tensor, Box(box.starts, box.stops), name, box.dst // size, tuple(step // size for step in box.steps))
+        for box in boxes(piece.map.swapped(), manifest[piece.tensor].shape, size, max_boxes)
     ]
 
 

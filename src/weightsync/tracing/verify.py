@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from weightsync.errors import LoadError, few
-from weightsync.model import Manifest
 from weightsync.tensors.shards import Shard, bits_of, torch_dtype
 from weightsync.tracing.tracer import Traced
 
@@ -22,6 +21,18 @@ Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """Loads some whole layers into the serving model with the engine's own code, including all processing after loading."""
 
 
+@dataclass
+class LayoutSteps:
+    """What an engine does to the layers that it does not keep as they were loaded.
+
+    ``run`` takes names of layers. It turns what was written to their shards into what the engine computes with, in its memory.
+    ``layers`` are those that the trial found to need it.
+    """
+
+    run: Callable[[Collection[str]], None]
+    layers: set[str] = field(default_factory=set)
+
+
 def try_against(
     model: nn.Module,
     traced: Traced,
@@ -30,12 +41,17 @@ def try_against(
     *,
     engine: str = "the engine",
     package: str | None = None,
+    steps: LayoutSteps | None = None,
     batch_bytes: int = _BATCH,
 ) -> str | None:
     """Load random weights through ``reload``, some layers at a time, and compare every traced box.
 
     Before each load the parameters are filled with other random values, so that stale bits cannot match. The model has its own bits
-    back when this returns or raises. It needs memory for about three times ``batch_bytes`` or the largest layer.
+    back when this returns or raises. It needs memory for about three times ``batch_bytes`` or the largest layer (four times where
+    ``steps`` are needed).
+
+    A layer that loading changes is loaded again as direct delivery would: other random bits everywhere, then the weights, then the
+    step. All parameters and buffers of that layer must be what the engine's loading made them.
 
     Args:
         model: The serving model.
@@ -44,14 +60,15 @@ def try_against(
         reload: The engine's loading.
         engine: Name of the engine in messages.
         package: Python package of the engine. Its plain objects at layers are searched for tensors, too.
+        steps: Used for the layers that need it, which are added to ``steps.layers``; ``None``: they are a difference.
         batch_bytes: Bytes of weights to load at a time.
 
     Returns:
-        ``None`` if loading gives exactly the traced copies. Otherwise one line with the difference: loading repacks weights in
-        place, keeps values computed from them, or moves parameters.
+        ``None`` if loading gives exactly the traced copies, and the results of the steps. Otherwise one line with the difference:
+        loading repacks weights in place, keeps values computed from them, or moves parameters.
 
     Raises:
-        LoadError: ``reload`` raised.
+        LoadError: ``reload`` or ``steps.run`` raised.
     """
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -70,8 +87,10 @@ def try_against(
                 touched = _storages(shard.tensor for name in names for shard in by_name[name])
                 backup = [tensor.clone() for tensor in touched]
                 try:
-                    reason = _try(traced.manifest, names, by_name, reload, generator, engine)
-                    reason = reason or _changed(_others(model, shards, package), others, kept)
+                    trial = _Trial(model, traced, by_name, names, generator, engine)
+                    reason = trial.run(reload, steps)
+                    now = [other for other in _others(model, shards, package) if not trial.stepped(other)]
+                    reason = reason or _changed(now, others, kept)
                 finally:
                     for copied, bits in zip(touched, backup, strict=True):
                         copied.copy_(bits)
@@ -107,36 +126,90 @@ def batches(traced: Traced, nbytes: int) -> list[list[str]]:
     return [*groups, names] if names else groups
 
 
-def _try(
-    manifest: Manifest,
-    names: Sequence[str],
-    by_name: dict[str, list[Shard]],
-    reload: Reload,
-    generator: torch.Generator,
-    engine: str,
-) -> str | None:
-    specs = [manifest[manifest.index[name]] for name in names]
-    weights = {spec.name: _random(spec.shape, torch_dtype(spec.dtype), generator) for spec in specs}
-    for name in names:
-        for shard in by_name[name]:
-            shard.tensor.copy_(_random(tuple(shard.tensor.shape), shard.tensor.dtype, generator))
-    try:
-        reload(weights.items())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise LoadError(f"the loader of {engine} raised an error in a trial with {names[0]} and others: {error!r}") from error
-    wrong = [name for name in names if not all(_equal(shard.tensor, weights[name][shard.box.slices]) for shard in by_name[name])]
-    if not wrong:
+@dataclass(eq=False)
+class _Trial:
+    """Loads some tensors with random bits, ``names``, as the engine does and as direct delivery does."""
+
+    model: nn.Module
+    traced: Traced
+    by_name: dict[str, list[Shard]]
+    names: Sequence[str]
+    generator: torch.Generator
+    engine: str
+    changed: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        specs = [self.traced.manifest[self.traced.manifest.index[name]] for name in self.names]
+        self.weights = {spec.name: _random(spec.shape, torch_dtype(spec.dtype), self.generator) for spec in specs}
+
+    def stepped(self, other: _Other) -> bool:
+        """Return whether ``other`` is a parameter or buffer of a layer whose step was compared as a whole."""
+        owner, key = other.owner, other.name.rpartition(".")[2]
+        return any(owner is layer and key in {**layer._parameters, **layer._buffers} for layer in self.changed)
+
+    def run(self, reload: Reload, steps: LayoutSteps | None) -> str | None:
+        """Return the difference on one line; ``None`` if there is none."""
+        for name in self.names:
+            for shard in self.by_name[name]:
+                shard.tensor.copy_(_random(tuple(shard.tensor.shape), shard.tensor.dtype, self.generator))
+        try:
+            reload(self.weights.items())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            names = f"{self.names[0]} and others"
+            raise LoadError(f"the loader of {self.engine} raised an error in a trial with {names}: {error!r}") from error
+        wrong = [name for name in self.names if not all(_equal(shard.tensor, bits) for shard, bits in self._placed(name))]
+        if not wrong:
+            return None
+        if steps is None:
+            return f"{self.engine} does more than copy {few(wrong, 3)} when it loads them"
+        return self._step(steps, sorted(self.traced.layers(set(wrong))))
+
+    def _placed(self, name: str) -> Iterator[tuple[Shard, torch.Tensor]]:
+        return ((shard, self.weights[name][shard.box.slices]) for shard in self.by_name[name])
+
+    def _step(self, steps: LayoutSteps, names: list[str]) -> str | None:
+        self.changed = [self.model.get_submodule(name) for name in names]
+        hung = {
+            f"{name}.{key}": tensor.detach()
+            for name, layer in zip(names, self.changed, strict=True)
+            for key, tensor in {**layer._parameters, **layer._buffers}.items()
+            if tensor is not None
+        }
+        loaded = {name: tensor.clone() for name, tensor in hung.items()}
+        filled = {f"{name}.{key}" for name, layer in zip(names, self.changed, strict=True) for key in layer._parameters}
+        for tensor in map(hung.__getitem__, sorted(hung.keys() & filled - self.traced.unwritten.keys())):
+            tensor.copy_(_random(tuple(tensor.shape), tensor.dtype, self.generator))
+        for name in self.names:
+            for shard, bits in self._placed(name):
+                shard.tensor.copy_(bits)
+        try:
+            steps.run(names)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise LoadError(f"processing {few(names, 3)} after a move raised an error in a trial: {error!r}") from error
+        wrong = [name for name, tensor in hung.items() if not _equal(tensor, loaded[name])]
+        if wrong:
+            return f"processing {few(wrong, 3)} after a move gives other bits than the loading of {self.engine}"
+        steps.layers.update(names)
         return None
-    return f"{engine} does more than copy {few(wrong, 3)} when it loads them"
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype, device=generator.device)
     if dtype.is_floating_point and dtype.itemsize > 1:
         return made.normal_(generator=generator)
-    return made.copy_(torch.randint(0, 2, shape, generator=generator, device=generator.device))
+    lowest, above = (112, 132) if dtype is torch.float8_e8m0fnu else (0, 256) if dtype.is_floating_point else (0, 2)
+    bits = torch.randint(lowest, above, shape, dtype=torch.uint8, generator=generator, device=generator.device)
+    if not dtype.is_floating_point:
+        return made.copy_(bits)
+    if dtype is not torch.float8_e8m0fnu:
+        if len(shape) > 1:
+            bits[..., : shape[-2] // 3, :] &= 191  # small values: not all blocks have the largest one
+        bits[(bits & 127) > bits_of(torch.tensor([torch.finfo(dtype).max], dtype=dtype)).item()] = 0  # no NaN
+    return bits.view(dtype)
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:

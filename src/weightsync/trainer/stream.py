@@ -30,7 +30,9 @@ from weightsync.publishing.publication import Publication, ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_event
 from weightsync.tensors.digest import digest_box
+from weightsync.tensors.quantization import ChooseFormats
 from weightsync.tensors.shards import DTypes, checkpoint_name, torch_dtype
+from weightsync.trainer.stream_formats import StreamFormats
 from weightsync.trainer.stream_plan import StreamPlan, WindowContents
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
@@ -147,6 +149,7 @@ class StreamedPublication:
         dtype: What to convert to; see :class:`weightsync.Trainer`.
         stamp: Version number under which the region is readable meanwhile.
         plan: That of the publication before, if its stream came to its end.
+        formats: Quantizes what is published, and converts it instead of ``dtype``.
     """
 
     def __init__(
@@ -158,11 +161,12 @@ class StreamedPublication:
         dtype: DTypes,
         stamp: int,
         plan: StreamPlan | None = None,
+        formats: StreamFormats | None = None,
     ) -> None:
         self.stamp = stamp
         self._memory, self._capacity = memory, capacity
         self._slots = len(memory) // capacity
-        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+        self._rank, self._world_size, self._dtype, self._formats = rank, world_size, dtype if formats is None else None, formats
         self._lock = threading.RLock()
         """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
         self._changed = threading.Condition(self._lock)
@@ -198,7 +202,7 @@ class StreamedPublication:
                 failpoints.reached("trainer.streaming")
                 if self._error is None:
                     try:
-                        self._take(*_checked(item), deadline)
+                        self._add(*_checked(item), deadline)
                     except Exception as error:  # noqa: BLE001 - raised when the iterator has been drained
                         failure = error if self.stop(error) else None
                 del item  # its memory is needed for the next one
@@ -221,6 +225,10 @@ class StreamedPublication:
     def plan(self) -> StreamPlan | None:
         """Where everything went, for the next publication; ``None`` unless the stream came to its end."""
         return self._plan if self._end is not None else None
+
+    def _add(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
+        for part in [(name, tensor)] if self._formats is None else self._formats.published(name, tensor):
+            self._take(*part, deadline)
 
     def _take(self, name: str, tensor: torch.Tensor, deadline: Deadline) -> None:
         plan = self._plan or self._first_plan(deadline)
@@ -285,6 +293,8 @@ class StreamedPublication:
             self._changed.notify_all()
 
     def _finish(self, deadline: Deadline) -> None:
+        for part in () if self._formats is None else self._formats.rest():
+            self._take(*part, deadline)
         plan = self._plan
         if plan is not None:
             plan.cut(self._taken)
@@ -367,7 +377,15 @@ class StreamRole(Publication):
     live, order = True, 0
     """Nothing can be read any more when a publication is over, and nothing is placed in an order."""
 
-    def __init__(self, stream: Stream, access: ReaderAccess, rank: int, world_size: int, *, dtype: DTypes = None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        access: ReaderAccess,
+        rank: int,
+        world_size: int,
+        dtype: DTypes = None,
+        formats: ChooseFormats | None = None,
+    ) -> None:
         super().__init__(access)
         self.window_bytes, self.windows = stream.capacity, stream.windows
         self.manifest = _NOTHING
@@ -375,6 +393,7 @@ class StreamRole(Publication):
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._rank, self._world_size = rank, world_size
         self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
+        self._formats = None if formats is None else StreamFormats(formats, self._dtype)
         self.highest = -1
         """The highest number under which windows were placed."""
         self._stamps = 0
@@ -408,8 +427,10 @@ class StreamRole(Publication):
         self._stamps += 1
         plan, self._plan = self._plan, None
         publication = StreamedPublication(
-            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan
+            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan, self._formats
         )
+        if self._formats is not None:
+            self._formats.begin()
         with self.region.placing(self._stamps):
             pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:

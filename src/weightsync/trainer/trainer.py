@@ -151,10 +151,6 @@ class Trainer(Closeable):
             raise ConfigurationError(
                 "a Stream has no buffers to include and nothing to offload: its iterator decides what it brings"
             )
-        if isinstance(state, Stream) and quantize is not None:
-            raise ConfigurationError(
-                "a Stream brings tensors as they are published: quantize them in its iterator, not by quantize="
-            )
         self._origin = Origin()
         self._offload, self._restore = offload, restore
         self.rank, self.world_size = place_in_world(rank, world_size)
@@ -175,11 +171,12 @@ class Trainer(Closeable):
             network = network_of(settings)
             access = ReaderAccess(self._allowed(transports, network), secrets.token_bytes(32), self._host, network)
             self._role: TrainerRole | StreamRole
+            alone = quantize is None or self.world_size == 1 or isinstance(state, Stream)  # each rank of a stream has all tensors
+            ranks = None if alone else MaximaGroup(self.rank, self.world_size)
+            formats = None if quantize is None else format_choice(quantize, settings)
             if isinstance(state, Stream):
-                self._role = StreamRole(state, access, self.rank, self.world_size, dtype=dtype)
+                self._role = StreamRole(state, access, self.rank, self.world_size, dtype, formats)
             else:
-                ranks = None if quantize is None or self.world_size == 1 else MaximaGroup(self.rank, self.world_size)
-                formats = None if quantize is None else format_choice(quantize, settings)
                 options = ShardOptions(dtype, include_buffers, deltas, formats)
                 self._role = TrainerRole(state, access, options, seeds=seeds, ranks=ranks)
             owned.callback(self._role.close)

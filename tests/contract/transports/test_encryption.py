@@ -27,6 +27,7 @@ from weightsync.transports.base import Network
 from weightsync.transports.broadcast.collective import Collective
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
+from weightsync.transports.net import compression, encrypted_records
 from weightsync.transports.net.listening_publisher import ListeningPublisher
 from weightsync.transports.net.tls import publisher_context
 from weightsync.transports.tcp.transport import Tcp
@@ -85,6 +86,23 @@ def transfer(offer: Offer, key: bytes = KEY) -> Wanted:
     finally:
         source.close()
     return wanted
+
+
+@encrypted
+def test_compressed_records_bring_the_same_bytes(owner: ListeningPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[int] = []
+
+    def counted(content: memoryview, into: memoryview) -> None:
+        compression.unpacked(content, into)
+        unpacked.append(len(into))
+
+    monkeypatch.setattr(encrypted_records, "unpacked", counted)
+    monkeypatch.setattr(compression.Compression, "active", property(lambda _: True, lambda _, value: None), raising=False)
+    compressed = transfer(owner.offer).target
+    monkeypatch.undo()
+    assert np.array_equal(compressed, transfer(owner.offer).target)
+    assert bytes(compressed).count(SECRET) > 1000
+    assert sum(unpacked) > NBYTES / 2
 
 
 class Neighbour:

@@ -66,6 +66,7 @@ def test_a_flood_pushes_out_itself(owner: ListeningPublisher) -> None:
         assert is_open(flood[-1])
 
 
+@pytest.mark.rare
 def test_a_reader_gets_in_and_stays_while_strangers_knock(owner: ListeningPublisher) -> None:
     stop = threading.Event()
     made = [0]

@@ -16,7 +16,8 @@ from weightsync.errors import AuthenticationError, DeadlineExceeded
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.net import tls
 from weightsync.transports.net.channel import Channel
-from weightsync.transports.net.tls import RECORD_BYTES, EncryptedChannel
+from weightsync.transports.net.encrypted_records import RECORD_BYTES
+from weightsync.transports.net.tls import EncryptedChannel
 from weightsync.transports.tcp.transport import TileStream
 from weightsync_testing.copy_cases import keyed, odd_shapes
 from weightsync_testing.owner_process import contents

@@ -162,6 +162,7 @@ def test_engines_far_away_serve_what_the_trainer_published(home: Home, region: R
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_a_relay_that_is_killed_has_a_successor(home: Home, region: Region, owned: ExitStack) -> None:
     home.publish()
     with RelayProcess(home, region) as process:
@@ -208,6 +209,7 @@ def test_bytes_that_were_changed_in_the_store_are_never_published(home: Home, re
         until(lambda: alerts(region) == [] and not region.server.coordinator.gauges().relay_failing, "the end of the alert")
 
 
+@pytest.mark.rare
 def test_a_manifest_that_another_key_signed_is_said_and_passed_over(home: Home, region: Region) -> None:
     home.publish()
     genuine = Path(home.where) / manifest_path(RUN, (1, 0))
@@ -328,6 +330,7 @@ def test_a_relay_that_is_closed_while_it_reads_leaves_no_trainer(home: Home, reg
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_a_store_that_is_behind_is_said_and_nothing_is_published(home: Home, region: Region) -> None:
     home.publish()
     home.publish()

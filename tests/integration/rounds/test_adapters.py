@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Literal
 
 import pytest
 import torch
@@ -85,6 +86,8 @@ class Part(EngineAdapter):
         self.staged: dict[str, Mapping[str, torch.Tensor]] = {}
         self.registered: set[str] = set()
         self.spoils = False
+        self.shows: Literal[True] | str | None = True
+        self.reads_back: Callable[[], None] = lambda: None
 
     def manifest(self) -> Manifest:
         return self.inner.manifest()
@@ -95,13 +98,18 @@ class Part(EngineAdapter):
     def lora_slots(self) -> LoraSlots:
         return LoraSlots(4, 16)
 
-    def stage_lora(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def stage_lora(
+        self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor] | str | None:
         self.staged[label] = {name: tensor.clone() for name, tensor in tensors.items()}
+        if self.shows is not True:
+            return self.shows
         if self.spoils:
             next(iter(self.staged[label].values())).view(torch.int32)[0, 0] ^= 1
         return self.staged[label]
 
     def register_lora(self, version: Version) -> None:
+        self.reads_back()
         self.registered.add(f"{version.run}@{version.number}")
 
     def drop_lora(self, label: str) -> None:
@@ -455,6 +463,36 @@ def test_one_rank_with_other_bytes_keeps_the_version_from_all(made: Made) -> Non
     fleet.parts[1].spoils = True
     [replica] = fleet.adapters.publish("alice/math", 1).replicas
     assert replica.error is not None and "verify: VerificationError" in replica.error
+    assert fleet.wait_for(lambda: not any(part.registered or part.staged for part in fleet.parts))
+    assert fleet.names() == []
+
+
+@pytest.mark.parametrize(
+    ("shows", "verified", "why"),
+    [
+        ("", "installed", ""),
+        ("it mixes them", "received", "it mixes them"),
+        (None, "received", "the engine does not show its copies"),
+    ],
+)
+def test_an_engine_may_read_an_adapter_back_by_itself_or_say_why_it_cannot(
+    made: Made, shows: str | None, verified: str, why: str
+) -> None:
+    fleet = made(engines=1, ranks=2)
+    fleet.parts[1].shows = shows
+    [replica] = fleet.adapters.publish("alice/math", 1).replicas
+    assert (replica.verified, replica.delivery_reason) == (verified, why)
+
+
+def test_what_an_engine_reads_back_in_another_form_than_was_published_is_not_served(made: Made) -> None:
+    fleet = made(engines=1, ranks=2)
+
+    def differs() -> None:
+        raise LoadError("its memory has other bytes")
+
+    fleet.parts[1].shows, fleet.parts[1].reads_back = "", differs
+    [replica] = fleet.adapters.publish("alice/math", 1).replicas
+    assert replica.error is not None and "its memory has other bytes" in replica.error and replica.verified == ""
     assert fleet.wait_for(lambda: not any(part.registered or part.staged for part in fleet.parts))
     assert fleet.names() == []
 

@@ -21,7 +21,6 @@ from weightsync.config import ServerSettings, Timeouts
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, ManifestMismatch
 from weightsync.server.server import BackgroundServer
-from weightsync.trainer.stream import Stream
 
 
 @pytest.fixture
@@ -230,10 +229,9 @@ def test_what_cannot_be_quantized_is_refused_before_it_joins(joined: Joined) -> 
     for state, formats, words in (
         (nn.LayerNorm(8), {"weight": "fp8-block"}, "weight cannot be quantized"),
         (nn.Linear(8, 8), {"wait": "fp8-block"}, "no tensor is left for the pattern 'wait'"),
-        (Stream(), {"*": "fp8-block"}, "a Stream brings tensors as they are published"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            joined.trainer(state, quantize=formats)  # type: ignore[arg-type]
+            joined.trainer(state, quantize=formats)
     with pytest.raises(ConfigurationError, match=r"quantize= needs torch.distributed over the trainer's 2 ranks"):
         joined.trainer(nn.Linear(8, 8), quantize={"weight": "fp8-block"}, rank=0, world_size=2)
 

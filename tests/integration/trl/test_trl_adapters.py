@@ -17,7 +17,7 @@ from tests.integration.server.service_support import free_port
 from tests.integration.trl.test_trl_transfer import RolloutServer, Training, generation_of
 from tests.integration.trl.trl_ranks import update
 
-from weightsync import Engine
+from weightsync import Adapters, Engine
 from weightsync.config import Secret, ServerSettings
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, DeadlineExceeded
@@ -193,6 +193,39 @@ def test_what_is_trained_beside_the_adapter_is_sent_too(rollout: RolloutServer, 
         server.publisher.close()
     (line,) = told(caplog)
     assert "is trained beside the adapter" in line
+
+
+def test_what_is_trained_beside_the_adapter_from_a_later_step_on_ends_the_training(rollout: RolloutServer) -> None:
+    with coordinator() as running, Replica(running, rollout).joined:
+        server = Server(running, rollout.url, model := trained(2))
+        server.update()
+        beside, parameter = next(pair for pair in model.named_parameters() if model.prefix not in pair[0])
+        parameter.requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=f"{re.escape(beside)} is trained now, and only the adapter is sent"):
+            server.update()
+        server.publisher.close()
+
+
+def test_trainers_on_one_coordinator_have_their_own_names_and_leave_those_of_others_alone(rollout: RolloutServer) -> None:
+    models = [trained(2), trained(3)]
+    for model in models:
+        model.base_model.model.hf_quantizer = object()
+    with coordinator() as running, (replica := Replica(running, rollout, slots=12)).joined:
+        rollout.config = {"lora_config": {"max_lora_rank": 8, "max_cpu_loras": 12}}
+        with Adapters(models[0], None, coordinator=running.url, token=running.token, rank=0, world_size=1) as direct:
+            direct.publish("trl/alice")
+            servers = [Server(running, rollout.url, model) for model in models]
+            for _ in range(3):
+                assert [server.update().version.run for server in servers] == ["trl/math", "trl/math-2"]
+            assert sorted(replica.engine.loras()) == [
+                "trl/alice@0", "trl/math-2@1", "trl/math-2@2", "trl/math@1", "trl/math@2",
+            ]  # fmt: skip
+        for server in servers:
+            server.publisher.close()
+        server = Server(running, rollout.url, models[0])
+        server.update()
+        assert sorted(replica.engine.loras()) == ["trl/math@2", "trl/math@3"], "nobody publishes the others any more"
+        server.publisher.close()
 
 
 def test_after_a_merge_requests_name_what_they_named_before(rollout: RolloutServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tests.integration.trl.test_trl import LAUNCHER, Served, check, started
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
+    pytest.mark.rare,  # test_trl_adapters.py holds each step without a server
     pytest.mark.timeout(420),
     pytest.mark.filterwarnings("ignore"),  # Transformers', while it is imported
     pytest.mark.skipif(
@@ -35,7 +36,7 @@ def check_adapter(seen: dict[str, Any], name: str) -> None:
         assert update["equal"], "the greedy answers are the PEFT model's"
         assert update["answering"] == [update["label"]]
         assert update["nbytes"] == update["adapter"] > 0
-        assert (update["paused"], update["verified"]) == (0, "received")
+        assert (update["paused"], update["verified"]) == (0, "installed")
         kept = {label for label in update["models"] if label.startswith(f"{name}@")}
         assert len(kept) <= 2 and update["label"] in kept
     assert len({update["base"] for update in updates}) == 1, "the base moved once"
@@ -50,7 +51,6 @@ def test_grpo_publishes_the_adapter_and_its_requests_name_it(served: Served) -> 
     assert seen["metrics"] == 3, "each step's log has the update's measurements"
 
 
-@pytest.mark.rare
 def test_async_grpo_publishes_the_adapter_while_rollouts_run(served: Served) -> None:
     seen = served.train("async-adapter", WEIGHTSYNC_ADAPTER="tenant/policy")
     check_adapter(seen, "tenant/policy")
@@ -60,14 +60,12 @@ def test_async_grpo_publishes_the_adapter_while_rollouts_run(served: Served) -> 
     assert (seen["aborted"], seen["model_version"]) == (0, 4)
 
 
-@pytest.mark.rare
 @pytest.mark.parametrize("kind", ["adapter-fsdp2", "async-adapter-fsdp2"])
 def test_two_ranks_of_fsdp2_publish_their_shards_of_the_adapter(served: Served, kind: str) -> None:
     seen = served.train(kind, *LAUNCHER, WEIGHTSYNC_ADAPTER=f"tenant/{kind}")
     check_adapter(seen, f"tenant/{kind}")
 
 
-@pytest.mark.rare
 @pytest.mark.parametrize("launcher", [(), LAUNCHER])
 def test_an_adapter_of_layers_that_vllm_has_no_lora_for_is_merged(served: Served, launcher: tuple[str, ...]) -> None:
     seen = served.train("lora-of-embeddings" + ("-fsdp2" if launcher else ""), *launcher)

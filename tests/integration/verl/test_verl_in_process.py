@@ -97,6 +97,7 @@ class Both:
         self.handle = Handle(self.served)
         config = SimpleNamespace(
             tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1, quantization=None,
+            load_format="dummy",
         )  # fmt: skip
         self.adapter = SimpleNamespace(
             config=config, model_config=self.about, replica_rank=0, node_rank=0, _has_server=True, server_handle=self.handle,
@@ -337,11 +338,31 @@ def test_colocated_ranks_agree_among_themselves(both: Both) -> None:
     assert both.holds(16)
 
 
-def test_verls_own_workers_update_through_the_adapter_that_they_make_colocated_and_separated() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.verl.verl_alone"]
+def run_alone(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.verl.verl_alone", *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_an_adapter_that_is_not_merged_travels_alone_to_a_rollout_that_has_its_base() -> None:
+    """verl's own worker with its FSDP engine and PEFT, its rollout worker, and its sender to vLLM."""
+    code, out, err = run_alone("auto")
+    assert code == 0, err[-4000:]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["down_proj", "q_proj"]}
+    expected = ["adapter", True, True, config, True]
+    assert json.loads(out.splitlines()[-1]) == [[*expected, step, ["update_weights_from_ipc", "clear"]] for step in (1, 2)]
+    assert "actor ranks send the LoRA adapter alone" in err
+
+
+def test_an_adapter_is_refused_where_the_rollout_has_not_loaded_its_base() -> None:
+    code, _, err = run_alone("dummy")
+    assert code == 1 and "actor_rollout_ref.rollout.load_format=auto, and the adapter is sent alone" in err
+
+
+def test_verls_own_workers_update_through_the_adapter_that_they_make_colocated_and_separated() -> None:
+    code, out, err = run_alone()
+    assert code == 0, err[-4000:]
+    found = json.loads(out.splitlines()[-1])
     update = ["weightsync_update", "clear"]
     joins = ["weightsync_ready", "weightsync_join", *update]
     whole = ["weightsync_leave", "update_weights_from_ipc", "clear"]
@@ -355,4 +376,4 @@ def test_verls_own_workers_update_through_the_adapter_that_they_make_colocated_a
         [True, 1, False, joins, "direct", 1.0], [True, 2, False, update, "direct", 1.0],
         [True, 3, True, ["weightsync_leave", *whole], "stream", 0.0],
     ]  # fmt: skip
-    assert done.stderr.count("VLLM_PLUGINS=another leaves weightsync out") == 2, "one line for each way"
+    assert err.count("VLLM_PLUGINS=another leaves weightsync out") == 2, "one line for each way"

@@ -1,6 +1,7 @@
 """A program: verl's worker that is actor and rollout, and its rollout worker, in one process, through verl's own updates.
 
 Prints for each update whether the server held the values, its label, whether tensors were gathered, and what the server was asked.
+With ``lora`` the actor trains an adapter of PEFT, which is not merged: whether the server's adapter and base are right.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +23,17 @@ os.environ |= {
 }  # fmt: skip
 
 import ray
+import torch
 from hydra import compose, initialize_config_module
 from tests.integration.server.service_support import free_port
 from tests.integration.verl.test_verl_in_process import Handle
-from tests.integration.verl.verl_actors import PlainActor
+from tests.integration.verl.verl_actors import PlainActor, digests
 from tests.integration.verl.verl_cluster import LINE, ON_A_CPU, OPTION, make_model
 from tests.integration.verl.verl_vllm import DirectServer, part_of_vllm_rollout
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.utils.config import omega_conf_to_dataclass
+
+from weightsync.errors import ConfigurationError
 
 
 def agreed(ranks: list[Any]) -> str:
@@ -52,6 +57,33 @@ async def together(ranks: list[Any], step: int) -> dict[str, float]:
     return dict(sent)
 
 
+async def adapters(worker: Any, rollout: Any, served: DirectServer) -> list[list[Any]]:
+    """Updates of the adapter alone: way, tensors and configuration that the server has, whether its base is as it was loaded."""
+    from peft import get_peft_model_state_dict
+
+    base, found = digests(served.model.inner.state_dict().items()), []
+    for step in (1, 2):
+        worker.change(step, "bfloat16")
+        way = await asyncio.to_thread(agreed, [worker, rollout])
+        try:
+            await together([worker, rollout], step)
+        except ConfigurationError as error:
+            print(way, error, file=sys.stderr, flush=True)
+            os._exit(1)  # the rollout rank waits for its deadline
+        rollout.execute_checkpoint_engine("finalize")
+        expected = {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for name, value in get_peft_model_state_dict(worker.actor.engine.module).items()
+        }
+        same = expected.keys() == served.adapter.keys() and all(
+            torch.equal(served.adapter[name], value.to(served.adapter[name].dtype)) for name, value in expected.items()
+        )
+        config = {name: served.peft_config[name] for name in ("peft_type", "r", "lora_alpha", "target_modules")}
+        kept = base == digests(served.model.inner.state_dict().items())
+        found.append([way, same, len(expected) > 0, config, kept, served.step, await served.calls()])
+    return found
+
+
 def main() -> None:
     os.environ["MASTER_PORT"] = str(free_port())
     servers: dict[str, Any] = {}
@@ -65,6 +97,9 @@ def main() -> None:
         path = str(make_model(Path(folder) / "model"))
         with initialize_config_module("verl.trainer.config", version_base=None):
             changes = [LINE, *ON_A_CPU, f"actor_rollout_ref.model.path={path}", f"{OPTION}.timeout=30"]
+            if sys.argv[1:]:
+                model, loads = "actor_rollout_ref.model", "actor_rollout_ref.rollout.load_format"
+                changes += [f"{model}.lora_rank=4", f"{model}.target_modules=[q_proj,down_proj]", f"{loads}={sys.argv[1]}"]
             config = compose("ppo_trainer", overrides=changes).actor_rollout_ref
         worker = PlainActor(config, "actor_rollout")
         worker.init_model()
@@ -74,6 +109,9 @@ def main() -> None:
         found: dict[str, list[Any]] = {"colocated": [type(worker.rollout).__name__], "separated": []}
         served = [DirectServer(adapter.zmq_handle, path) for adapter in (worker.rollout, rollout.server_adapter)]
         servers |= {f"vllm_server_{number}_0": Handle(server) for number, server in enumerate(served)}
+        if sys.argv[1:]:
+            print(json.dumps(asyncio.run(adapters(worker, rollout, served[1]))), flush=True)
+            os._exit(0)
         for step in (1, 2, 3):
             if step == 3:
                 os.environ["VLLM_PLUGINS"] = "another"

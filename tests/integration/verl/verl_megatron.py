@@ -53,7 +53,9 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     initialize(CASE)
     engine = engine_of(folder)
     sent = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-    source, manifest = EngineShards(engine).source(Options.of({}, "test"), direct=True)
+    source, manifest = EngineShards(SimpleNamespace(actor=SimpleNamespace(engine=engine))).source(
+        Options.of({}, "test"), direct=True
+    )
     streams = {"quantized": refused(engine_of(folder, _qat_enabled=True)), "adapted": refused(engine_of(folder, peft_cls=object))}
     assert {spec.dtype for spec in manifest} == {"bfloat16"}
     assert isinstance(source.state, ShardedState)
@@ -71,7 +73,7 @@ def run(rank: int, folder: str) -> dict[str, Any]:
 
 def refused(engine: Any) -> bool:
     try:
-        EngineShards(engine).source(Options.of({}, "test"), direct=True)
+        EngineShards(SimpleNamespace(actor=SimpleNamespace(engine=engine))).source(Options.of({}, "test"), direct=True)
     except WeightSyncError:
         return True
     return False

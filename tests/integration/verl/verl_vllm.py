@@ -109,6 +109,7 @@ class DirectServer:
         self.handle, self.fault = handle, ""
         self.asked: list[str] = []
         self.step: int | None = None
+        self.adapter: dict[str, torch.Tensor] = {}
         self.model = Model(path)
         parallel = SimpleNamespace(
             rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0, data_parallel_size=1, enable_eplb=False,
@@ -141,10 +142,15 @@ class DirectServer:
         work = called if method.startswith("weightsync_") else self.receive
         await asyncio.get_running_loop().run_in_executor(self.thread, lambda: work(**(kwargs or {})))
 
-    def receive(self, use_shm: bool, **_: Any) -> None:
+    def receive(self, use_shm: bool, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, **_: Any) -> None:
+        """As verl's worker: an adapter takes the place of the one before, and other weights are loaded."""
         transfer = part_of_vllm_rollout("bucketed_weight_transfer")
         receiver = transfer.BucketedWeightReceiver(self.handle, torch.device("cpu"), use_shm)
-        receiver.receive_weights(lambda weights, _: self.model.load_weights(weights))
+        if not (peft_config and base_sync_done):
+            receiver.receive_weights(lambda weights, _: self.model.load_weights(weights))
+            return
+        self.peft_config, self.adapter = peft_config, {}
+        receiver.receive_weights(lambda weights, _: self.adapter.update((name, own.clone()) for name, own in weights))
 
     async def wake_up(self, tags: list[str]) -> None:
         self.asked.append(f"wake {tags[0]}")

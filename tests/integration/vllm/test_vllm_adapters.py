@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.rare, pytest.mark.
 
 def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_path: Path) -> None:
     seen = run_program("vllm/vllm_adapters.py", tmp_path, ranks=1)
-    assert seen["publish1"] == seen["publish2"] == [[None, "received", 0.0]]
+    assert seen["publish1"] == seen["publish2"] == [[None, "installed", 0.0]]
     assert seen["differ"] and seen["newest"] and seen["first"] and seen["again"]
     assert seen["unknown"] == seen["gone"] == [404, 404]
     assert seen["retired"] == ["alice/math@1", "alice/math@2"]
@@ -28,8 +28,20 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert update["strict"] == 404 and update["again"] == [None]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_are_read_back_from_the_slots_of_every_rank(ranks: int, tmp_path: Path) -> None:
+    seen = run_program("vllm/vllm_adapter_slots.py", tmp_path, ranks, ranks=ranks)
+    assert seen["fused"] == seen["rows"] == seen["after"] == ["installed", ""]
+    assert seen["fused answers"] and seen["rows answers"] and seen["after answers"] and seen["computed answers"]
+    assert seen["spoiled"][1] == seen["left"][1] == 404, "a name became visible that was not read back"
+    assert "has other bytes than were published of base_model.model.model.layers.0" in seen["spoiled"][0]
+    assert "has more than was published" in seen["left"][0]
+    verified, reason = seen["computed"]
+    assert verified == "received" and "vLLM does more than copy" in reason and "\n" not in reason
+
+
 def test_the_benchmark_of_adapters_runs() -> None:
     seen = run_program("../../benchmarks/vllm_adapters.py", "tiny", "--rank", "8", "--versions", "1", ranks=1)
     assert seen["answers_as_loaded"] == [True, True]
-    assert (seen["verified"], seen["paused_seconds"]) == ("received", 0.0)
+    assert (seen["verified"], seen["paused_seconds"]) == ("installed", 0.0)
     assert not all(seen["own_in_place_answers_as_fresh"]), "vLLM's cache knows an adapter by its name"

@@ -77,12 +77,12 @@ def test_experts_are_stacked_as_vllm_stacks_them(
     for seed in range(2):  # the second takes the arrangement of the first
         tensors = together(matrices(seed)) if seed else matrices(seed)
         ours, theirs = manager(parallel=parallel), manager(parallel=parallel)
-        worker = loras.WorkerLoras(ours, 64, None)
+        worker = loras.WorkerLoras(ours, 64, None, 1)
         worker.check(spec, manifest_of(tensors))
         assert bool(worker._arranged.experts) != parallel, "the ranks of expert parallelism hold a part: vLLM cuts it"
         worker.stage("alice/math@1", spec, tensors)
         stack = [tensors[given.name] for given in next(iter(worker._arranged.experts.values()))[0]] if not parallel else []
-        assert bool(stack and loras._one_tensor(stack) is not None) == bool(stack and seed)
+        assert bool(stack and loras._one_tensor(stack).data_ptr() == stack[0].data_ptr()) == bool(stack and seed)
         given = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         for name, tensor in given.items():
             if ".lora_B." in name:
@@ -104,3 +104,57 @@ def test_experts_are_stacked_as_vllm_stacks_them(
 def _legal(helper: Any, config: Any) -> Any:
     helper.validate_legal = config.validate_legal
     return helper
+
+
+def parted(ranks: int, rank: int) -> Any:
+    """vLLM's manager, with its own layer of experts, as ``rank`` of ``ranks`` has it."""
+    from vllm.lora.layers import FusedMoEWithLoRA
+
+    layer = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    parallel = SimpleNamespace(use_ep=False, ep_rank=0)
+    layer.moe_config = SimpleNamespace(
+        num_local_experts=EXPERTS, num_experts=EXPERTS, hidden_dim=WIDTH, intermediate_size_per_partition=INNER // ranks,
+        moe_parallel_config=parallel,
+    )  # fmt: skip
+    vars(layer).update(tp_size=ranks, tp_rank=rank, device="cpu", _w13_slices=2, base_layer=None)
+    made = manager(parallel=False)
+    vars(made.lora_config).update(max_loras=2, fully_sharded_loras=False, enable_moe_shared_loras=False)
+    layer.create_lora_weights(2, made.lora_config)
+    made.modules, made.packed_modules = {WHOLE: layer}, {WHOLE: made.packed_modules[WHOLE]}
+    made._active_adapters, made._registered_adapters, made.lora_index_to_id = {}, {}, [None, None]
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("scalings", [{}, {f"{WHOLE}.1.up_proj": 0.3}])
+def test_experts_are_read_back_from_vllms_layer(
+    ranks: int, rank: int, scalings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightsync.engines.vllm import loras
+    from weightsync.errors import LoadError
+    from weightsync.tensors.shards import manifest_of
+
+    config, own = SimpleNamespace(validate_legal=lambda config: None), loras._helper
+    monkeypatch.setattr(loras, "_helper", lambda spec: _legal(own(spec), config))
+    spec = AdapterSpec("alice/math", LoraConfig(RANK, 1.5 * RANK, scalings=scalings))
+    vllm = parted(ranks, rank)
+    worker, layer = loras.WorkerLoras(vllm, 64, None, ranks), vllm.modules[WHOLE]
+    for number in (1, 2):
+        tensors = {name: tensor for name, tensor in together(matrices(number)).items() if WHOLE in name}
+        worker.check(spec, manifest_of(tensors))
+        assert worker.stage(f"alice/math@{number}", spec, tensors) == "", "it can be read back"
+        assert not any(bool(stack[number - 1].any()) for stack in layer.w13_lora_b_stacked), "nothing was written meanwhile"
+        vllm._registered_adapters[number] = worker.take(f"alice/math@{number}", number)
+        if number == 1:
+            vllm.activate_adapter(number)
+            assert worker._held["alice/math@1"].unread is None, "it was read back"
+            continue
+
+        def spoiling(*arguments: Any) -> None:
+            type(layer).set_lora(layer, *arguments)
+            layer.w2_lora_a_stacked[0][1, 2, 1, 3] += 1
+
+        layer.set_lora = spoiling
+        with pytest.raises(LoadError, match=r"other bytes than were published of .*\.down_proj\.lora_A"):
+            vllm.activate_adapter(number)

@@ -83,6 +83,7 @@ def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
         lora_config = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32)
         model = None
         packed_modules: ClassVar[dict[str, list[str]]] = {}
+        modules: ClassVar[dict[str, object]] = {}
 
         def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
             for lora in lora_model.loras.values():
@@ -94,10 +95,10 @@ def test_adapters_are_scaled_as_their_publisher_says_module_by_module() -> None:
         for name, rank in (("q_proj", 8), ("o_proj", 4))
         for side, shape in (("A", (rank, 2)), ("B", (2, rank)))
     }
-    workers = WorkerLoras(Manager(), 16, None)
+    workers = WorkerLoras(Manager(), 16, None, 1)
     manifest = manifest_of(tensors)
     workers._arranged = workers._arrange(manifest, {module.name: module for module in lora_modules(manifest)})
-    workers.stage("a/b@1", spec, tensors)
+    assert "copied nothing" in workers.stage("a/b@1", spec, tensors), "there is no layer from which it could be read back"
     staged = workers.take("a/b@1", 1).loras
     assert torch.equal(staged["m.q_proj"].lora_b, torch.full((2, 8), 1.5))
     assert torch.equal(staged["m.o_proj"].lora_b, torch.full((2, 4), 3.0))

@@ -29,16 +29,38 @@ def outcome(folder: Path, case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("case", "matrices"), [pytest.param("dense", 8, marks=pytest.mark.rare), ("experts", 8)])
-def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path, case: str, matrices: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "processed"),
+    [
+        pytest.param("dense", 0, marks=pytest.mark.rare),
+        ("experts", 0),
+        pytest.param("e8m0-experts", 6, marks=pytest.mark.rare),
+        pytest.param("changed", 8, marks=pytest.mark.rare),
+        pytest.param("deep", 8, marks=pytest.mark.rare),
+        pytest.param("deep-experts", 6, marks=pytest.mark.rare),
+        pytest.param("deep-e8m0", 8, marks=pytest.mark.rare),
+        pytest.param("deep-packed", 8, marks=pytest.mark.rare),
+        ("deep-packed-e8m0-experts", 6),
+        pytest.param("fp8-channel", 8, marks=pytest.mark.rare),
+        pytest.param("fp8-tensor", 8, marks=pytest.mark.rare),
+    ],
+)
+def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path, case: str, processed: int) -> None:
+    """``deep``: by DeepGEMM's kernels for Hopper; ``packed``: for Blackwell. ``processed`` layers are processed after the move."""
     found = outcome(tmp_path, case)
-    assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": matrices}
+    assert found.pop("processed") == processed
+    assert found.pop("separate") == (12 if case == "fp8-tensor" else 0)  # bytes: of the scales of q, k and v, which vLLM makes one
+    assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": 8}
+
+
+def test_a_layout_step_requantizes_only_blocks_that_this_changes_with_the_bits_of_vllm(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "requantized") == {"rows": [768, 384, 768, 256, 128, 256, 200, 200, 200, 192, 192, 192]}
 
 
 @pytest.mark.rare
-def test_a_kernel_that_keeps_other_scales_is_refused_by_name(tmp_path: Path) -> None:
-    found = outcome(tmp_path, "changed")
-    assert "weight_scale_inv" in found["reason"]
+def test_a_kernel_that_does_something_else_each_time_is_refused_by_name(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "unsteady")
+    assert found["reason"].startswith("processing model.layers.0.mlp.down_proj.weight_scale_inv, ")
     assert found["kept"]
 
 

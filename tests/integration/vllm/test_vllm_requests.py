@@ -29,15 +29,24 @@ def test_vllms_own_application_checks_the_versions_that_requests_name(monkeypatc
     app: Any = entry.build_app(arguments, ("generate",), None)
 
     async def ask() -> list[tuple[int, str | None]]:
-        app.state.engine_client = SimpleNamespace(_weightsync_label="run@3")
+        chosen = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="weightsync"))
+        loras = SimpleNamespace(live={"alice/math@2": None, "alice/math@10": None})
+        app.state.engine_client = SimpleNamespace(_weightsync_label="run@3", vllm_config=chosen, _weightsync_loras=loras)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm") as http:
             answers = [
                 await http.get("/health/weights"),
                 await http.get("/version", headers={"X-Weightsync-Min-Version": "run@3"}),
                 await http.get("/version", headers={"X-Weightsync-Min-Version": "run@4"}),
+                await http.get("/version", headers={"X-Weightsync-Version": "alice/math@10"}),
+                await http.get("/version", headers={"X-Weightsync-Version": "alice/math@2"}),
             ]
             app.state.engine_client._weightsync_label = None
             answers.append(await http.get("/health/weights"))
+            chosen.weight_transfer_config = None  # a vLLM that does not use weightsync is as it was
+            answers.append(await http.get("/health/weights"))
         return [(answer.status_code, answer.headers.get("X-Weightsync-Version")) for answer in answers]
 
-    assert asyncio.run(ask()) == [(200, "run@3"), (200, "run@3"), (409, "run@3"), (503, None)]
+    assert asyncio.run(ask()) == [
+        *[(200, "run@3"), (200, "run@3"), (409, "run@3")],
+        *[(200, "run@3"), (409, "run@3"), (503, None), (404, None)],
+    ]

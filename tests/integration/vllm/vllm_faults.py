@@ -1,4 +1,4 @@
-"""Loaded into vLLM's workers (``--worker-extension-cls``): lets a test make the next load fail half way."""
+"""Loaded into vLLM's workers (``--worker-extension-cls``): lets a test make the next load fail half way, or spoil an adapter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Faults:
 
     model_runner: Any
     rank: int
+    spoiled: Any
 
     def fail_next_load(self) -> None:
         """The next ``load_weights`` of rank 0's model takes a few tensors and raises; the one after it works."""
@@ -28,3 +29,32 @@ class Faults:
             raise RuntimeError("injected into the load")
 
         model.load_weights = failing
+
+    def spoil_slots(self, rank: int, matrix: str, row: int) -> None:
+        """From now on ``rank`` has another byte in a ``row`` of a slot than it should have; with ``row`` -1 beyond the adapter."""
+        if self.rank != rank:
+            return
+        layer = next(layer for name, layer in self.model_runner.get_model().lora_manager.modules.items() if "o_proj" in name)
+        self.spoiled = layer
+
+        def spoiling(index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+            type(layer).set_lora(layer, index, lora_a, lora_b)
+            getattr(layer, matrix)[0][index, 0, row, -1:].view(torch.uint8)[-1] ^= 1
+
+        layer.set_lora = spoiling
+
+    def heal_slots(self) -> None:
+        """End :meth:`spoil_slots`."""
+        if hasattr(self, "spoiled"):
+            del self.spoiled.set_lora, self.spoiled
+
+    def compute_in_slots(self) -> None:
+        """From now on layers do more than copy."""
+        from vllm.lora.layers import RowParallelLinearWithLoRA as Layer
+
+        own = Layer.set_lora
+
+        def computing(self: Any, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+            own(self, index, lora_a, lora_b * 1.0)
+
+        Layer.set_lora = computing

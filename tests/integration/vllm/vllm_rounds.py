@@ -345,7 +345,7 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
                     except RoundFailed as error:
                         entry["failed"] = str(error)
                         entry["label"] = None if kind == "offline" else vllm.label()
-                        if isinstance(vllm, Server) and kind == "server-env":
+                        if isinstance(vllm, Server):
                             entry["ready"] = vllm.http.get("/health/weights").status_code
                     number = 33
                     change(model, number)
@@ -358,7 +358,7 @@ def play(kind: str, ranks: int, directory: str) -> dict[str, Any]:
                     "equal": answers == expected(model), "cached_after": cached, "phases": replica.phases, "parts": replica.parts,
                     "nbytes": replica.nbytes, "why": replica.delivery_reason, "model": trainer._role.manifest.nbytes,
                 }  # fmt: skip
-                if isinstance(vllm, Server) and kind == "server-env":
+                if isinstance(vllm, Server):
                     entry["named"] = vllm.named(str(result.version))
                 seen["versions"].append(entry)
     return seen

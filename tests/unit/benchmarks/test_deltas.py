@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from benchmarks.deltas import measured
 
+from weightsync.transports.tcp.transport import Tcp
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_a_tiny_run_alternates_between_all_bytes_and_what_changed(transport: str) -> None:
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", Tcp(encrypt=True)])
+def test_a_tiny_run_alternates_between_all_bytes_and_what_changed(transport: str | Tcp) -> None:
     row = measured(8, 0.01, transport, 1)
     assert row["dense_bytes"] == 8 << 20
     assert 0.019 < row["bytes_ratio"] < 0.022

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import socket
@@ -37,10 +38,15 @@ from weightsync.server.server import BackgroundServer
 COMMANDS = ["serve", "status", "replicas", "update", "revoke", "token", "doctor", "bench", "plan", "push", "relay"]
 
 
+_COMMAND = functools.cache(typer.main.get_command)
+"""Typer makes all commands anew in each call of its runner, which takes longer than most calls."""
+
+
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("typer.testing._get_command", _COMMAND)
     secrets = ("TOKEN", "TOKEN_FILE", "OPERATOR_TOKEN", "OPERATOR_TOKEN_FILE", "METRICS_TOKEN", "METRICS_TOKEN_FILE")
     for variable in ("WEIGHTSYNC_COORDINATOR", *(f"WEIGHTSYNC_{secret}" for secret in secrets)):
         monkeypatch.delenv(variable, raising=False)

@@ -15,6 +15,7 @@ STREAMED = Manifest(TensorSpec(f"t{number}", (3,), "uint8") for number in range(
 """What a trainer with windows streams, a tensor in each."""
 
 
+@functools.lru_cache(maxsize=256)
 def rows_layout(manifest: Manifest, part: int, parts: int) -> Layout:
     """Every tensor split into ``parts`` along its first real dimension; this is part number ``part``."""
     tensor, starts, stops, offset, strides, used = [], [], [], [], [], 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -212,7 +214,8 @@ class Config:
 def test_what_rules_it_out(config: Config, device: str, reason: str) -> None:
     assert reason in str(why_streamed(config, torch.device(device)))
     assert why_streamed(Config(Model()), torch.device("cuda:1")) is None
-    assert why_streamed(Config(Model("fp8")), torch.device("cuda:1")) is None  # the trial decides
+    for quantization in ("fp8", "compressed-tensors"):
+        assert why_streamed(Config(Model(quantization)), torch.device("cuda:1")) is None  # the trial decides
 
 
 def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_streamed_to_loads() -> None:
@@ -234,3 +237,112 @@ def test_a_rank_that_was_written_resumes_without_any_loading_and_one_that_was_st
     adapter.load([("embed.weight", torch.zeros(5, WIDE, dtype=torch.bfloat16))])
     with pytest.raises(LoadError, match="were not received"):
         adapter.finish(VERSION)
+
+
+def rolled(model: Engine, times: int) -> Callable[[Collection[str], Mapping[str, torch.Tensor]], None]:
+    def process(layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        for name in layers:
+            assert tensors[f"{name}.w13"].data_ptr() == model.get_parameter(f"{name}.w13").data_ptr()
+            for _ in range(times):
+                model.get_parameter(f"{name}.w13").copy_(tensors[f"{name}.w13"].roll(WIDE, 1))
+
+    return process
+
+
+def test_what_loading_does_to_a_layer_is_done_after_the_move() -> None:
+    model = Engine("swapped")
+    before = state(model)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", process=rolled(model, 1))
+    assert isinstance(found, DirectShards) and found.repacks and found.steps is not None
+    assert found.steps.layers == {"layers.2.experts"}
+    assert same(before, model)
+    wanted = Engine("swapped")
+    weights = {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in manifest()}
+    wanted.reload(weights.items())
+    adapter = VllmWorkerAdapter(HfCheckpoint(manifest(), ()), None, found, CPU)
+    assert adapter.repacks and "another layout" in adapter.no_source
+    with torch.no_grad():
+        for shard in found.now():
+            shard.tensor.copy_(weights[shard.name][shard.box.slices])
+    adapter.finish(VERSION)
+    assert all(torch.equal(ours, other) for ours, other in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [(0, r"processing layers\.2\.experts\.w13 after a move gives other bits"), (2, "other bits than the loading of vLLM")],
+)
+def test_a_step_that_does_something_else_is_refused_by_name(times: int, reason: str) -> None:
+    model = Engine("swapped")
+    before = state(model)
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", process=rolled(model, times))
+    assert re.search(reason, str(found))
+    assert same(before, model)
+
+
+def test_a_step_that_raises_is_refused_by_name() -> None:
+    model = Engine("swapped")
+
+    def process(layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        raise RuntimeError("no such kernel")
+
+    found = find_direct(model, manifest(), model.reload, CPU, engine="vLLM", process=process)
+    assert "processing layers.2.experts after a move raised an error in a trial: RuntimeError('no such kernel')" in str(found)
+
+
+class Kept(nn.Module):
+    """Is loaded as ``weight``, E8M0 ``scale`` and bfloat16 ``row``. Keeps them transposed, doubled, and the largest of ``row``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4).t())
+        self.scale = nn.Parameter(torch.ones(4, 2))
+        self.row = nn.Parameter(torch.zeros(1))
+        self.calls = 0
+
+    @contextmanager
+    def to_load(self) -> Iterator[None]:
+        before = dict(self._parameters)
+        for name, shape in (("weight", (3, 4)), ("scale", (4, 2)), ("row", (3,))):
+            self._parameters[name] = nn.Parameter(torch.empty(shape, device="meta"))
+        yield
+        self._parameters.update(before)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+
+    def process(self, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        assert set(layers) == {""}
+        given = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
+        self.weight.copy_(given["weight"].t())
+        self.scale.copy_(given["scale"] * 2)
+        self.row.copy_(given["row"].max())
+
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            self.process([""], dict(tensors))
+
+
+def test_parameters_of_another_shape_or_dtype_are_filled_in_their_own_memory_where_they_have_room() -> None:
+    kinds = {"weight": ((3, 4), "float32"), "scale": ((4, 2), "float8_e8m0fnu"), "row": ((3,), "bfloat16")}
+    known = Manifest(TensorSpec(name, shape, dtype) for name, (shape, dtype) in kinds.items())
+    model, wanted = Kept(), Kept()
+    before = state(model)
+    find = partial(find_direct, model, known, model.reload, CPU, to_load=model.to_load)
+    assert "converted from torch.float8_e8m0fnu" in str(find())
+    found = find(process=model.process)
+    assert isinstance(found, DirectShards) and same(before, model)
+    values = {"weight": torch.randn(3, 4), "row": torch.randn(3).bfloat16()}
+    values["scale"] = torch.randint(100, 150, (4, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    wanted.reload(values.items())
+    places = {shard.name: shard.tensor.untyped_storage().data_ptr() for shard in found.now()}
+    assert [places[name] == model.get_parameter(name).untyped_storage().data_ptr() for name in kinds] == [True, True, False]
+    for shard in found.now():
+        shard.tensor.copy_(values[shard.name][shard.box.slices])
+    found.process()
+    with pytest.raises(LayoutError, match="changed parameter weight to"):
+        model.weight = nn.Parameter(model.weight.t().contiguous())
+        found.now()
+    model.weight = nn.Parameter(model.weight.t())
+    assert all(torch.equal(ours, other) for ours, other in zip(model.parameters(), wanted.parameters(), strict=True))

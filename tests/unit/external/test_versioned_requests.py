@@ -23,8 +23,9 @@ class Server:
 
     def __init__(self, label: object = "run@7", steps: Callable[[Server], Awaitable[None]] | None = None) -> None:
         self.label, self.asked = label, 0
+        self.adapters = ["alice/math@2", "alice/math@10", "bob/code@7"]
         self._steps = steps
-        self._asgi = VersionedRequests(self._app, served=lambda: self.label)  # type: ignore[arg-type,return-value]
+        self._asgi = VersionedRequests(self._app, lambda: self.label, lambda: self.adapters)  # type: ignore[arg-type,return-value]
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         self.asked += 1
@@ -66,7 +67,15 @@ class Server:
         ("run@7", "X-Weightsync-Version", "run@7", 200),
         ("run@7", "X-Weightsync-Version", "run@6", 409),
         ("run@7", "X-Weightsync-Version", "run@8", 409),
+        ("run@7", "X-Weightsync-Version", "alice/math@10", 200),
+        ("run@7", "X-Weightsync-Version", "alice/math@2", 409),  # its name alone means a later one
         ("run@7", "X-Weightsync-Version", "alice/math@7", 409),
+        ("run@7", "X-Weightsync-Version", "eve/math@7", 409),
+        (None, "X-Weightsync-Min-Version", "alice/math@9", 200),  # whatever the base is
+        ("run@7", "X-Weightsync-Min-Version", "alice/math@11", 409),
+        ("run@7", "X-Weightsync-Min-Version", "bob/code@10", 409),
+        ("run@7", "tracestate", "weightsync-min=alice/math@9, weightsync=run@7", 200),
+        ("run@7", "tracestate", "weightsync-min=alice/math@9, weightsync=run@8", 409),
         (None, "X-Weightsync-Min-Version", "run@0", 409),
         ("weightsync:none", "X-Weightsync-Min-Version", "run@0", 409),
         ("default", "X-Weightsync-Version", "default@1", 409),  # an engine's label of its own is no version
@@ -168,6 +177,27 @@ def test_an_answer_is_never_of_an_earlier_version_than_asked_for_nor_of_another_
     server._asgi = VersionedRequests(waits, served=lambda: server.label)  # type: ignore[arg-type,return-value]
     assert server.status(("X-Weightsync-Min-Version", "run@7")) == 409
     assert b"this server has" in server.sent[1]["body"]
+
+
+@pytest.mark.parametrize("label", ["run@7", None])
+def test_an_exact_request_is_never_answered_by_a_newer_adapter_and_keeps_its_own(label: str | None) -> None:
+    async def publish(server: Server) -> None:
+        server.adapters.append("alice/math@11")
+
+    server = Server(label, steps=publish)
+    headers = [(b"x-weightsync-version", b"alice/math@10")]
+    assert [message.get("body") for message in server.ask(headers)] == [None, b"a", b"b"], "its answer had begun"
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await publish(server)  # before the engine looked the name up
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"of another version"})
+
+    server = Server(label)
+    server._asgi = VersionedRequests(waits, lambda: server.label, lambda: server.adapters)  # type: ignore[arg-type,return-value]
+    sent = server.ask(headers)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 409 and b"alice/math@11" in sent[1]["body"] and b"bob" not in sent[1]["body"]
 
 
 @pytest.mark.parametrize(("label", "status"), [("run@7", 200), (VERSION, 200), (None, 503), ("weightsync:none", 503)])

@@ -13,7 +13,7 @@ import torch
 from weightsync.errors import ConfigurationError
 from weightsync.integrations import __main__ as command
 from weightsync.integrations.stream_options import Options, cast, server_settings
-from weightsync.integrations.verl.source import EngineShards, training_engine, whole_weights
+from weightsync.integrations.verl.source import EngineShards, training_worker, whole_weights
 from weightsync.server.findings import Finding
 
 
@@ -84,13 +84,13 @@ class _Worker:
         self.found = self._makes()
 
     def _makes(self) -> object:
-        return training_engine()
+        return training_worker()
 
 
 def test_the_training_engine_is_that_of_the_worker_that_makes_the_checkpoint_engine() -> None:
     worker = _Worker()
-    assert worker.found is worker.actor.engine
-    assert training_engine() is None
+    assert worker.found is worker
+    assert training_worker() is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,9 @@ def test_the_training_engine_is_that_of_the_worker_that_makes_the_checkpoint_eng
 def test_what_verl_converts_while_it_sends_is_not_published_as_it_is(engine: object, words: str) -> None:
     for direct in (True, False):
         with pytest.raises(ConfigurationError, match=words):
-            EngineShards(engine).source(Options.of({}, "engine.weightsync"), direct=direct)
+            EngineShards(engine and SimpleNamespace(actor=SimpleNamespace(engine=engine))).source(
+                Options.of({}, "engine.weightsync"), direct=direct
+            )
 
 
 def _check(name: str) -> subprocess.CompletedProcess[str]:

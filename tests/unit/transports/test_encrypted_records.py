@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from weightsync.errors import AuthenticationError
-from weightsync.transports.net import tls
-from weightsync.transports.net.tls import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
+from weightsync.transports.net import encrypted_records
+from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, TAG_BYTES, Opening, Sealing
 
 
 @pytest.fixture
@@ -29,7 +29,8 @@ def test_records_open_in_order(ends: tuple[Sealing, Opening]) -> None:
     assert len({sealed for _, sealed in found}) == 4, "equal records are sealed differently"
     for plain, (length, sealed) in zip(plains, found, strict=True):
         assert plain not in sealed or len(plain) == 1
-        assert opening.sealed_bytes(length) == len(sealed) == len(plain) + TAG_BYTES
+        assert opening.sizes(length) == (len(plain), len(sealed))
+        assert len(sealed) == len(plain) + TAG_BYTES
         assert opening.open(length, memoryview(sealed)) == plain
 
 
@@ -46,7 +47,7 @@ def test_whatever_is_done_to_records_is_noticed(ends: tuple[Sealing, Opening], h
         "repeat": [first, first],
         "leave out": [second],
         "swap": [second, first],
-        "shorten": [(shorter.to_bytes(4, "little"), first[1][:-1])],
+        "shorten": [(2 * shorter.to_bytes(4, "little"), first[1][:-1])],
         "send back": _sealed(Sealing(secrets.token_bytes(KEY_BYTES)), b"first record"),  # the other direction's key
     }[harm]
     *good, (length, sealed) = arrived
@@ -59,14 +60,14 @@ def test_whatever_is_done_to_records_is_noticed(ends: tuple[Sealing, Opening], h
         opening.open(length, memoryview(sealed))
 
 
-@pytest.mark.parametrize("plain", [0, RECORD_BYTES + 1, (1 << 32) - 1])
-def test_a_length_is_checked_before_anything_is_allocated(ends: tuple[Sealing, Opening], plain: int) -> None:
+@pytest.mark.parametrize(("plain", "content"), [(0, 0), (RECORD_BYTES + 1,) * 2, ((1 << 32) - 1,) * 2, (7, 8), (8, 0)])
+def test_lengths_are_checked_before_anything_is_allocated(ends: tuple[Sealing, Opening], plain: int, content: int) -> None:
     with pytest.raises(AuthenticationError, match=f"{plain:,} bytes"):
-        ends[1].sealed_bytes(plain.to_bytes(4, "little"))
+        ends[1].sizes(plain.to_bytes(4, "little") + content.to_bytes(4, "little"))
 
 
 def test_keys_follow_each_other(ends: tuple[Sealing, Opening], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "RECORDS_PER_KEY", 3)
+    monkeypatch.setattr(encrypted_records, "RECORDS_PER_KEY", 3)
     sealing, opening = ends
     keys = set()
     for number in range(10):

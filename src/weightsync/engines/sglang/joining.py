@@ -17,12 +17,13 @@ import torch
 
 from weightsync.closing import Closeable
 from weightsync.config import variable
+from weightsync.engine.adapter import EngineLoras
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
-from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, EngineLoras, StagedAdapter
+from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
 from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct, parameters_kept
 from weightsync.errors import ConfigurationError, LoadError, few
 from weightsync.model import Manifest, PauseMode, Version

@@ -25,8 +25,8 @@ from weightsync.deadline import Deadline
 from weightsync.engines.module_loras import manifest_of_tensors
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError
-from weightsync.model import Manifest
-from weightsync.model.lora import PREFIX, AdapterSpec, LoraSlots, check_extents, lora_modules
+from weightsync.model import Manifest, Version
+from weightsync.model.lora import PREFIX, AdapterSpec, LoraSlots, adapter_label, check_extents, lora_modules
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class SchedulerLoras:
         output = sum(sizes) if leaf == whole else sizes[_PARTS[whole].index(leaf)]
         return output, base.input_size
 
-    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> str:
         """See :meth:`EngineAdapter.stage_lora`.
 
         SGLang has one rank and one scaling for a whole adapter, and needs all of q, k and v, and of gate and up. So matrices are
@@ -124,22 +124,24 @@ class SchedulerLoras:
         adapter.initialize_weights_from_tensors(held)
         adapter.scaling = 1.0 if config.scalings else config.scaling("")
         self._staged[label] = adapter
+        return "SGLang stacks and slices the matrices"
 
-    def register(self, label: str, timeout: float) -> None:
+    def register(self, version: Version) -> None:
         """On rank 0, let every rank take a version that all have staged, and requests name it."""
         if self._loop.leads:
-            self._ask(LoraStep(label, f"weightsync-{uuid.uuid4().hex}", take=True), timeout)
+            label = adapter_label(version.run, version.number)
+            self._ask(LoraStep(label, f"weightsync-{uuid.uuid4().hex}", take=True))
 
-    def drop(self, label: str, timeout: float) -> None:
+    def drop(self, label: str) -> None:
         """Free a version that is only staged. One that was registered, rank 0 hides from requests; it is freed when unused."""
         with self._taking:
             self._staged.pop(label, None)
             lora_id = self._ids.get(label)
         if self._loop.leads and lora_id is not None:
-            self._ask(LoraStep(label, lora_id, take=False), timeout)
+            self._ask(LoraStep(label, lora_id, take=False))
 
-    def _ask(self, step: LoraStep, timeout: float) -> None:
-        deadline, answer = Deadline(min(timeout, _ANSWER_SECONDS)), Future[str]()
+    def _ask(self, step: LoraStep) -> None:
+        deadline, answer = Deadline(_ANSWER_SECONDS), Future[str]()
         self._answers[step.lora_id] = answer
         try:
             self._loop.send(deadline, f"for {step.label}", step)

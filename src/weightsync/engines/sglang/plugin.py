@@ -101,7 +101,9 @@ def _take_labels(result: None, manager: Any) -> None:  # noqa: ANN401 - SGLang's
     )
     server = sys.modules.get(SERVER)  # not in the other processes, nor around an Engine without HTTP
     if server is not None and server.app.middleware_stack is None:  # several tokenizers, which no label reaches, start after it
-        server.app.add_middleware(VersionedRequests, served=lambda: manager.config_value("weight_version"))
+        server.app.add_middleware(
+            VersionedRequests, served=lambda: manager.config_value("weight_version"), adapters=lambda: loras.live
+        )
 
 
 def _resolve_lora(original: Callable[..., Awaitable[None]], manager: Any, request: Any) -> Awaitable[None]:  # noqa: ANN401

@@ -22,7 +22,7 @@ class TokenizerLoras:
 
     def __init__(self, manager: Any) -> None:  # noqa: ANN401 - SGLang's
         self._manager = manager
-        self._live: dict[str, str] = {}
+        self.live: dict[str, str] = {}
         self._turn = asyncio.Lock()
         self._resolving: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -42,16 +42,16 @@ class TokenizerLoras:
             )  # SGLang evicts no pinned one
             try:
                 await self._manager.lora_registry.register(reference)
-                self._live[label] = lora_id
+                self.live[label] = lora_id
             except ValueError as error:  # SGLang has another one of this name
                 refused = str(error)
         self._answer(label, lora_id, success=refused is None, refused=refused)
 
     async def _drop(self, label: str, lora_id: str) -> None:
         async with self._turn:
-            live = self._live.get(label) == lora_id
+            live = self.live.get(label) == lora_id
             if live:
-                del self._live[label]
+                del self.live[label]
         self._answer(label, lora_id, success=True)
         if live:
             if self._resolving:  # these may have the label, and SGLang does not count them yet
@@ -82,10 +82,10 @@ class TokenizerLoras:
             resolving.set_result(None)
 
     def _label(self, name: str | None) -> str | None:
-        if name is None or (newest_label(name, self._live) is None and self._is_sglangs(name)):
+        if name is None or (newest_label(name, self.live) is None and self._is_sglangs(name)):
             return name
         try:
-            return served_label(name, self._live)
+            return served_label(name, self.live)
         except VersionError as error:
             raise ValueError(str(error)) from None
 

@@ -67,7 +67,8 @@ class VllmWorkerAdapter(StagedAdapter):
 
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
-        if self.received_direct:
+        if self._direct is not None and self.received_direct:
+            self._direct.process()
             self._loaded = {False}
         else:
             self.check_complete()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError
 from weightsync.external.clients import vllm
 from weightsync.external.clients.http import EngineHttp
 from weightsync.model import PauseMode
@@ -85,12 +84,3 @@ class HttpControls:
     def resume(self, timeout: float) -> None:
         """Resume generation."""
         self._http.call(vllm.RESUME, Deadline(timeout))
-
-    def add_lora(self, label: str, timeout: float) -> None:
-        """Raise ConfigurationError: names are looked up in the server's own process."""
-        raise ConfigurationError(
-            "a vLLM server that was attached by its URL serves no LoRA adapters: set WEIGHTSYNC_COORDINATOR in its environment"
-        )
-
-    def drop_lora(self, label: str, timeout: float) -> None:
-        """Do nothing, as there is none."""

@@ -9,7 +9,7 @@ import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
-from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept
+from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept, process_layers
 from weightsync.engines.vllm.protocols import ModelConfig
 
 
@@ -29,7 +29,7 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
     """Return the reason on one line why direct delivery is impossible; ``None`` if no setting excludes it."""
     if device.type != "cuda":
         return f"this worker's weights are on {device.type}, where vLLM repacks linear weights after loading them"
-    if config.model_config.quantization not in (None, "fp8"):
+    if config.model_config.quantization not in (None, "fp8", "compressed-tensors"):
         return f"the model is quantized ({config.model_config.quantization}), which was never tried"
     if config.lora_config is not None:
         return "LoRA is enabled, so vLLM must be notified of new base weights"
@@ -52,4 +52,4 @@ def direct_shards(
         return f"the kernel of {layer} keeps tensors besides the parameters, which direct delivery would not update"
     # Processing replaces quantized parameters. Whether it also changes what they hold, the trial finds out.
     with kernels_kept(model):
-        return trial(to_load=partial(format_to_load, model))
+        return trial(to_load=partial(format_to_load, model), process=partial(process_layers, config, model))

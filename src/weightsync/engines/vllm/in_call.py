@@ -246,7 +246,7 @@ class CalledWorker:
                 self._discarded = False
             about = {
                 "replica": engine.replica, "rank": self._rank, "version": str(held), "epoch": held.epoch, "number": held.number,
-                "digest": held.digest, "verified": "installed" if adapter.received_direct else "received",
+                "digest": held.digest, "verified": "installed" if adapter.received_direct and not adapter.repacks else "received",
                 "nbytes": nbytes, "waited": waited, "seconds": time.monotonic() - started - waited,
             }  # fmt: skip
         return about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 
 from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError, few
+
+_REQUANTIZED = 1 << 25  # elements at a time; vLLM takes about 20 bytes for each
+_E4M3_224, _E4M3_448 = 0x76, 0x7E
 
 
 def install(
@@ -132,6 +135,100 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
         for method, held in kept:
             vars(method).clear()
             vars(method).update(held)
+
+
+def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's
+    """Process ``layers`` of ``model`` as vLLM does after it loaded them, into the memory that they have.
+
+    This is what a layerwise reload does, without loading: kernels and CUDA graphs keep their addresses.
+
+    Args:
+        config: vLLM's configuration.
+        model: The serving model.
+        layers: Names of layers.
+        tensors: What the loader would have filled, by parameter. It may be the layers' own memory.
+
+    Raises:
+        LoadError: A parameter that a layer is processed from is not among ``tensors``, or the result has another form.
+    """
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config), _requantized_at_once():
+        for name in layers:
+            layer = model.get_submodule(name)
+            held = {**layer._parameters, **layer._buffers}
+            with kernels_kept(layer), format_to_load(layer):
+                vars(layer).pop("_already_called_process_weights_after_loading", None)
+                for key, wanted in [*layer._parameters.items(), *layer._buffers.items()]:
+                    if wanted is not None and wanted.is_meta:
+                        if (given := tensors.get(f"{name}.{key}")) is None:
+                            raise LoadError(f"{name} is processed from {key}, which no tensor of the checkpoint fills")
+                        tensor: Any = given.detach() if given.dtype == wanted.dtype else given.to(wanted.dtype)
+                        tensor.__class__, tensor.__dict__ = wanted.__class__, dict(vars(wanted))
+                        setattr(layer, key, tensor)
+                method: Any = getattr(layer, "quant_method", None)
+                if method is not None:
+                    method.process_weights_after_loading(layer)
+                made = {key: getattr(layer, key, None) for key, tensor in held.items() if tensor is not None}
+            _put(name, made, held)
+
+
+@contextmanager
+def _requantized_at_once() -> Iterator[None]:
+    """Let vLLM requantize many blocks of a layer in a call, instead of one expert, and only those that this changes."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    own: Any = getattr(fp8_utils, "requant_weight_ue8m0_inplace", None)
+    if own is None:
+        yield
+        return
+
+    def requantize(weight: torch.Tensor, weight_scale: torch.Tensor, block_size: Sequence[int] = (128, 128)) -> None:
+        rows, columns = block_size
+        even = weight.numel() and weight.shape[-2] % rows == weight.shape[-1] % columns == 0
+        if not (even and weight.is_contiguous() and weight_scale.is_contiguous()):
+            own(weight, weight_scale, block_size)
+            return
+        data = weight.view(torch.uint8).view(-1, rows, weight.shape[-1] // columns, columns)
+        scales = weight_scale.view(len(data), -1)
+        count = max(_REQUANTIZED // data[0].numel(), 1)
+        parts = zip(torch.split(data, count), torch.split(scales, count), strict=True)
+        kept = torch.cat([_unchanged(*part) for part in parts])
+        for part in torch.split((~kept).any(1).nonzero()[:, 0], count):
+            taken, factors = data[part], scales[part]
+            own(taken.view(-1, weight.shape[-1]).view(weight.dtype), factors, block_size)
+            data[part], scales[part] = taken, factors
+
+    fp8_utils.requant_weight_ue8m0_inplace = requantize
+    try:
+        yield
+    finally:
+        fp8_utils.requant_weight_ue8m0_inplace = own
+
+
+def _unchanged(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return which blocks, ``[blocks of rows, rows, blocks of columns, columns]``, have the scale that vLLM would give them.
+
+    It is the least power of two that makes the largest value at most 448, of a block that is not nearly zero.
+    """
+    largest = (data & 127).amax((1, 3))
+    power = ((scales.view(torch.int32) & 0x7FFFFF) == 0) & (scales > 2.0**-20) & (scales < 2.0**20)
+    return power & (largest > _E4M3_224) & (largest <= _E4M3_448)
+
+
+def _put(name: str, made: Mapping[str, torch.Tensor | None], held: Mapping[str, torch.Tensor | None]) -> None:
+    """Copy what a layer was processed to where it belongs."""
+    memories = {tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor is not None}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for key, result in made.items():
+        target = held[key]
+        if result is None or target is None or (result.shape, result.dtype) != (target.shape, target.dtype):
+            raise LoadError(f"{name}.{key} was processed to another form than the engine has")
+        if (result.data_ptr(), result.stride()) != (target.data_ptr(), target.stride()):
+            shared = result.untyped_storage().data_ptr() in memories
+            copies.append((target.detach(), result.clone() if shared else result))
+    for target, result in copies:
+        target.copy_(result)
 
 
 def kept_by_kernels(model: torch.nn.Module) -> str | None:

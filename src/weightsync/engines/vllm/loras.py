@@ -6,9 +6,9 @@ which drops all adapters. It then gets the same object, whose scaling is folded 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +19,12 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from weightsync.engines.staged_adapter import COMMIT_SECONDS
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
-from weightsync.errors import ConfigurationError, LoadError
-from weightsync.model import Manifest, TensorSpec
-from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, check_extents, lora_modules
+from weightsync.engines.vllm.lora_slots import LoraSlotLayout
+from weightsync.errors import ConfigurationError, LoadError, WeightSyncError
+from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, adapter_label, check_extents, lora_modules
 from weightsync.tensors.memory_views import bytes_at
 
 _OWN = "_weightsync_loras"
@@ -31,7 +33,7 @@ _PIECE = 1 << 27
 """Numbers in a piece of pinned memory that adapters share."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Arrangement:
     """How the matrices of an adapter lie in the memory that vLLM keeps. Each stack is of one shape."""
 
@@ -42,22 +44,43 @@ class _Arrangement:
     """Stacks of one matrix, which vLLM takes by its name."""
     experts: Mapping[str, Sequence[Sequence[TensorSpec]]]
     """For a module of experts: A of gate, down and up, each of all experts, then B."""
+    slots: LoraSlotLayout | str | None = None
+    """Where vLLM copies them, or why that is not known. ``None`` until one was staged."""
+
+    @property
+    def stacks(self) -> dict[str, Sequence[TensorSpec]]:
+        """All stacks by the name of their first matrix."""
+        return {stack[0].name: stack for stack in (*self.single, *(stack for stacks in self.experts.values() for stack in stacks))}
+
+
+@dataclass
+class _HeldModel:
+    """A version: vLLM's object, and what compares a slot with it; ``None`` when that was done, or cannot be."""
+
+    model: LoRAModel
+    unread: Callable[[int], None] | None
 
 
 class WorkerLoras:
-    """Versions of adapters in one worker, for any thread. ``manager`` is vLLM's; ``controls`` are rank 0's."""
+    """Versions of adapters in one worker, for any thread. ``manager`` is vLLM's; ``controls`` are rank 0's.
 
-    def __init__(self, manager: Any, vocabulary: int, controls: LoraControls | None) -> None:  # noqa: ANN401 - vLLM's
-        self._manager, self._vocabulary = manager, vocabulary
+    ``ranks`` slice an adapter among them.
+    """
+
+    def __init__(self, manager: Any, vocabulary: int, controls: LoraControls | None, ranks: int) -> None:  # noqa: ANN401 - vLLM's
+        self._manager, self._vocabulary, self._ranks = manager, vocabulary, ranks
         self._config = manager.lora_config
         self.slots = LoraSlots(manager.capacity, self._config.max_lora_rank)
         self._controls = controls
-        self._models: dict[str, LoRAModel] = {}
+        self._held: dict[str, _HeldModel] = {}
+        self._taken: _HeldModel | None = None
+        """What vLLM has just taken, and has not copied to its layers yet."""
         self._registered: set[str] = set()
         self._mapper = renames(getattr(manager.model, "hf_to_vllm_mapper", None))
         self._arranged = _Arrangement(Manifest(()), {}, (), {})
         """Of the adapter that was checked last, which is staged next."""
         setattr(manager, _OWN, self)
+        manager.activate_adapter = self._activate
         _follow_loading()
 
     def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
@@ -102,59 +125,86 @@ class WorkerLoras:
         other = any(getattr(self._manager, name, False) for name in ("_is_non_gated_moe", "_enable_moe_shared_loras"))
         return type(layer).__name__ == "FusedMoEWithLoRA" and not getattr(layer, "use_ep", True) and not other
 
-    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> str:
         """See :meth:`EngineAdapter.stage_lora`."""
-        arranged, rank = self._arranged, spec.config.rank
-        stacks = [*arranged.single, *(stack for stacks in arranged.experts.values() for stack in stacks)]
-        copies = copied([[tensors[given.name] for given in stack] for stack in stacks], self._config.lora_dtype)
-        for stack, copy in zip(stacks, copies, strict=True):
-            if stack[0].name in arranged.modules:
-                _scale(copy, [spec.config.scaling(arranged.modules[given.name]) for given in stack])
-        rest = iter(copies)
-        single = {stack[0].name: next(rest)[0] for stack in arranged.single}
+        arranged, rank, dtype = self._arranged, spec.config.rank, self._config.lora_dtype
+
+        def as_served(stack: Sequence[TensorSpec]) -> torch.Tensor:
+            whole = _one_tensor([tensors[given.name] for given in stack]).to(dtype)
+            factors = [spec.config.scaling(arranged.modules[given.name]) for given in stack if given.name in arranged.modules] or [
+                1
+            ]
+            if len(set(factors)) > 1:
+                return torch.stack([matrix * factor for matrix, factor in zip(whole, factors, strict=True)])
+            return whole if factors[0] == 1 else whole * factors[0]
+
+        served = {name: as_served(stack) for name, stack in arranged.stacks.items()}
+        by_name = dict(zip(served, copied(list(served.values())), strict=True))
+        single = {stack[0].name: by_name[stack[0].name][0] for stack in arranged.single}
         model = LoRAModel.from_lora_tensors(
-            1, single, _helper(spec), device="cpu", dtype=self._config.lora_dtype,
+            1, single, _helper(spec), device="cpu", dtype=dtype,
             model_vocab_size=self._vocabulary, weights_mapper=self._mapper,
             skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
         )  # fmt: skip
-        for module in arranged.experts:  # as vLLM does, one by one, in PackedLoRALayerWeights.pack_moe
-            a, b = ([next(rest) for _ in range(_EXPERT_PARTS)] for _ in "AB")
+        for module, kinds in arranged.experts.items():  # as vLLM does, one by one, in PackedLoRALayerWeights.pack_moe
+            given = [by_name[stack[0].name] for stack in kinds]
+            a, b = given[:_EXPERT_PARTS], given[_EXPERT_PARTS:]
             model.loras[module] = PackedLoRALayerWeights(module, rank, [rank] * _EXPERT_PARTS, a, b, [1.0] * _EXPERT_PARTS)
         # As vLLM does on its own thread when it takes an adapter. Steps would wait for it; the second time it finds nothing to do.
         self._manager._create_merged_loras_inplace(model)
-        self._models[label] = model
+        if arranged.slots is None:
+            try:
+                arranged.slots = LoraSlotLayout(self._manager, model, by_name, self._ranks)
+            except WeightSyncError as error:
+                arranged.slots = str(error)
+        slots = arranged.slots
+        unread = None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(served))  # not of the copies
+        self._held[label] = _HeldModel(model, unread)
+        return slots if isinstance(slots, str) else ""
 
     def take(self, label: str, number: int) -> LoRAModel:
         """Return what vLLM registers under its id ``number``. On the worker's thread."""
-        model = self._models.get(label)
-        if model is None:
+        held = self._taken = self._held.get(label)
+        if held is None:
             raise LoadError(f"this vLLM worker does not hold {label}")
-        model.id = number
-        return model
+        held.model.id = number
+        return held.model
+
+    def _activate(self, number: int) -> bool:
+        """Let vLLM copy an adapter to a slot, and the first time read it back there. On the worker's thread."""
+        done: bool = type(self._manager).activate_adapter(self._manager, number)
+        held, self._taken = self._taken, None
+        if held is not None and held.model.id == number and held.unread is not None:
+            held.unread(self._manager.lora_index_to_id.index(number))
+            held.unread = None
+        return done
 
     def forget(self, label: str, number: int) -> None:
         """Free a version that no request uses. On the worker's thread."""
         if number:
             self._manager.remove_adapter(number)
         self._registered.discard(label)
-        self._models.pop(label, None)
+        self._held.pop(label, None)
 
-    def register(self, label: str, timeout: float) -> None:
+    def register(self, version: Version) -> None:
         """On rank 0, let every worker take a version that all have staged, and requests name it."""
+        label = adapter_label(version.run, version.number)
         self._registered.add(label)
         if self._controls is not None:
-            self._controls.add_lora(label, timeout)
+            self._controls.add_lora(label, COMMIT_SECONDS)
+            if self._held[label].unread is not None:
+                raise LoadError(f"vLLM has not copied {label} to its layers, so it could not be read back")
 
-    def drop(self, label: str, timeout: float) -> None:
+    def drop(self, label: str) -> None:
         """Free a version that is only staged. One that was registered, rank 0 hides; :meth:`forget` comes when it is unused."""
         if label not in self._registered:
-            self._models.pop(label, None)
+            self._held.pop(label, None)
         elif self._controls is not None:
-            self._controls.drop_lora(label, timeout)
+            self._controls.drop_lora(label, COMMIT_SECONDS)
 
     def labels(self) -> Collection[str]:
         """Versions that are held."""
-        return list(self._models)
+        return list(self._held)
 
 
 def _helper(spec: AdapterSpec) -> PEFTHelper:
@@ -163,40 +213,30 @@ def _helper(spec: AdapterSpec) -> PEFTHelper:
     return PEFTHelper(r=rank, lora_alpha=rank, target_modules=[], use_dora=spec.config.dora)
 
 
-def copied(stacks: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return a copy in ``dtype`` of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one.
+def copied(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a copy of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one.
 
     They share pieces of memory, because torch rounds pinned memory up to a power of two, and pinning takes long.
     """
-    sizes = [sum(tensor.numel() for tensor in stack) for stack in stacks]
-    copies, piece, left = list[torch.Tensor](), torch.empty(0), sum(sizes)
-    for stack, size in zip(stacks, sizes, strict=True):
-        if piece.numel() < size:
-            piece = torch.empty(max(size, min(left, _PIECE)), dtype=dtype, pin_memory=torch.cuda.is_available())
-        copy = piece[:size].view(len(stack), *stack[0].shape)
-        whole = _one_tensor(stack)
-        copies.append(torch.stack(list(stack), out=copy) if whole is None else copy.copy_(whole))
-        piece, left = piece[size:], left - size
+    copies, piece, left = list[torch.Tensor](), torch.empty(0), sum(stack.numel() for stack in stacks)
+    for stack in stacks:
+        if piece.numel() < stack.numel():
+            room = max(stack.numel(), min(left, _PIECE))
+            piece = torch.empty(room, dtype=stack.dtype, pin_memory=torch.cuda.is_available())
+        copies.append(piece[: stack.numel()].view(stack.shape).copy_(stack))
+        piece, left = piece[stack.numel() :], left - stack.numel()
     return copies
 
 
-def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of all matrices that lie evenly in memory, as experts do: torch copies it with all cores."""
+def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All matrices as one tensor: a view where they lie evenly in memory, as experts do, which torch copies with all cores."""
     first, addresses = stack[0], [matrix.data_ptr() for matrix in stack]
     steps = {after - before for before, after in pairwise(addresses)}
     step = min(steps, default=first.nbytes)
     if len(steps) > 1 or step < first.nbytes or step % first.element_size() or not all(m.is_contiguous() for m in stack):
-        return None
+        return torch.stack(list(stack))
     memory = torch.from_numpy(bytes_at(addresses[0], addresses[-1] - addresses[0] + first.nbytes)).view(first.dtype)
     return memory.as_strided((len(stack), *first.shape), (step // first.element_size(), *first.stride()))
-
-
-def _scale(stack: torch.Tensor, factors: Sequence[float]) -> None:
-    if len(set(factors)) > 1:
-        for matrix, factor in zip(stack, factors, strict=True):
-            matrix.mul_(factor)
-    elif factors[0] != 1:
-        stack.mul_(factors[0])
 
 
 def renames(mapper: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -222,7 +262,7 @@ def _follow_loading() -> None:
     if hasattr(made, "__wrapped__"):
         return
 
-    @functools.wraps(made)
+    @wraps(made)
     def load(self: Any, lora_request: Any) -> LoRAModel:  # noqa: ANN401 - vLLM's
         own = getattr(self._adapter_manager, _OWN, None)
         if own is None or not lora_request.lora_path.startswith(LORA_PATH):

@@ -5,7 +5,7 @@
 * ``AsyncLLM`` (also used by the HTTP server) and ``LLMEngine`` (used by ``vllm.LLM``) join the coordinator when they are made, and
   an ``LLMEngine`` blocks rounds while it has requests. This needs ``WEIGHTSYNC_COORDINATOR`` when vLLM loads its plugins. Only the
   process that owns an engine can pause it, and vLLM has no hook for that process.
-* The HTTP server of such an ``AsyncLLM`` checks the versions that requests name (:mod:`~weightsync.engines.vllm.versioned_server`).
+* HTTP servers check the versions that requests name (:mod:`~weightsync.engines.vllm.versioned_server`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from weightsync.config import variable
-from weightsync.engines.vllm import BACKEND
 from weightsync.engines.vllm.attaching import attach, attach_async
 from weightsync.engines.vllm.awaiting import coordinator_answers
 from weightsync.engines.vllm.controls import DROP_LORA, INSTALL
 from weightsync.engines.vllm.served_loras import follow_models, served_loras
-from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label
+from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label, uses_backend
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
@@ -55,11 +54,6 @@ def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
 
     setattr(worker_kind, INSTALL, install)
     setattr(worker_kind, DROP_LORA, drop_lora)
-
-
-def _wanted(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
-    chosen = getattr(vllm_config, "weight_transfer_config", None)
-    return chosen is not None and chosen.backend == BACKEND
 
 
 class _Offline:
@@ -116,7 +110,7 @@ def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
-        if _wanted(self.vllm_config):
+        if uses_backend(self.vllm_config):
             setattr(self, _OWN, _BusyGuard(self))
 
     @functools.wraps(taken)
@@ -164,7 +158,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
-        if not _wanted(self.vllm_config):
+        if not uses_backend(self.vllm_config):
             return
         if served_loras(self) is not None:
             follow_models()

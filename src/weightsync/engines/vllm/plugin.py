@@ -8,6 +8,7 @@ from typing import Any
 
 from weightsync.config import variable
 from weightsync.engines.vllm import BACKEND
+from weightsync.engines.vllm.versioned_server import add_to_servers
 from weightsync.releases import release_of
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def register() -> None:
     """
     log_as_vllm_does()
     add_worker_methods()
+    add_to_servers()
     try:
         from vllm.distributed.weight_transfer import factory
     except ImportError as error:

@@ -31,7 +31,7 @@ class ServedLoras:
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
         self.requests: dict[str, Any] = {}
         self._engine = engine
-        self._live: dict[str, Any] = {}
+        self.live: dict[str, Any] = {}
         self._dropped: dict[str, Any] = {}
         self._uses: Counter[str] = Counter()
         self._ids = itertools.count(_FIRST_ID)
@@ -44,7 +44,7 @@ class ServedLoras:
         async def counted(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - vLLM's
             label = "" if lora_request is None else lora_request.lora_name
             ours = bool(label) and lora_request.lora_path.startswith(LORA_PATH)
-            if ours and label not in self._live:  # retired since its name was looked up: the workers may have freed it
+            if ours and label not in self.live:  # retired since its name was looked up: the workers may have freed it
                 raise VersionError(f"{label} is not served any more")
             self._uses[label] += ours
             try:
@@ -66,12 +66,12 @@ class ServedLoras:
         request = LoRARequest(lora_name=label, lora_int_id=next(self._ids), lora_path=f"{LORA_PATH}{label}/{uuid.uuid4().hex}")
         self._dropped[label] = request  # until every worker has it
         await self._engine.add_lora(request)
-        self._live[label] = self.requests[label] = self._dropped.pop(label)
+        self.live[label] = self.requests[label] = self._dropped.pop(label)
         self._name_newest(label)
 
     async def drop(self, label: str) -> None:
         """Hide ``label`` from new requests, and free it as soon as no request uses it."""
-        request = self._live.pop(label, None)
+        request = self.live.pop(label, None)
         if request is not None:
             self._dropped[label] = request
             del self.requests[label]
@@ -83,9 +83,9 @@ class ServedLoras:
         """Let the name of ``label`` be the newest version that is live."""
         name = label.rpartition("@")[0]
         self.requests.pop(name, None)
-        newest = newest_label(name, self._live)
+        newest = newest_label(name, self.live)
         if newest is not None:
-            self.requests[name] = self._live[newest]
+            self.requests[name] = self.live[newest]
 
     async def _free(self, label: str) -> None:
         request = self._dropped.pop(label, None)

@@ -6,10 +6,9 @@ import functools
 import sys
 from typing import Any
 
-from weightsync.engines.staged_adapter import UNLABELLED
-from weightsync.external.versioned_requests import VersionedRequests
+from weightsync.engines.vllm import BACKEND
 
-_LABEL = "_weightsync_label"
+_LABEL, _LORAS = "_weightsync_label", "_weightsync_loras"
 _BUILDERS = (
     "vllm.entrypoints.launchers.app", "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server",
     "__main__",
@@ -18,22 +17,28 @@ _BUILDERS = (
 
 
 def keep_label(kind: Any) -> None:  # noqa: ANN401 - vLLM's class AsyncLLM
-    """Make engines of class ``kind`` keep the label of their weights where their server finds it, and none while it changes."""
+    """Make engines of class ``kind`` keep the label of their weights where their server finds it, and none while it changes.
+
+    Idempotent.
+    """
     update = getattr(kind, "update_weight_version", None)
-    if update is None:  # vLLM 0.25 has no labels for weights
+    if update is None or hasattr(update, "__wrapped__"):  # vLLM 0.25 has no labels for weights
         return
 
     @functools.wraps(update)
     async def update_weight_version(self: Any, new_version: str) -> None:  # noqa: ANN401 - vLLM's
         setattr(self, _LABEL, None)
         await update(self, new_version)
-        setattr(self, _LABEL, None if new_version == UNLABELLED else new_version)
+        setattr(self, _LABEL, new_version)
 
     kind.update_weight_version = update_weight_version
 
 
 def add_to_servers() -> None:
-    """Put the middleware around every HTTP server that this process builds from now on. Idempotent."""
+    """Put the middleware around every HTTP server that this process builds from now on, if its engine uses weightsync. Idempotent.
+
+    A server that was attached by its URL gets its labels by vLLM's own route.
+    """
     for name in _BUILDERS:
         module: Any = sys.modules.get(name)
         build, spec = getattr(module, "build_app", None), getattr(module, "__spec__", None)
@@ -41,16 +46,35 @@ def add_to_servers() -> None:
             module.build_app = _with_versions(build)
 
 
+def uses_backend(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether an engine was started with weightsync's backend."""
+    return getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None) == BACKEND
+
+
 @functools.cache
 def _with_versions(build: Any) -> Any:  # noqa: ANN401 - vLLM's function
     @functools.wraps(build)
     def build_app(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        from weightsync.external.versioned_requests import VersionedRequests
+
         app = build(*args, **kwargs)
         # Around the stack that is there: vLLM builds it before it hands the application out, and nothing can be added afterwards.
         stack = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = VersionedRequests(
-            stack, served=lambda: getattr(getattr(app.state, "engine_client", None), _LABEL, None)
+        versioned = VersionedRequests(
+            stack,
+            served=lambda: getattr(app.state.engine_client, _LABEL, None),
+            adapters=lambda: getattr(getattr(app.state.engine_client, _LORAS, None), "live", ()),
         )
+
+        async def asked(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's
+            client = getattr(app.state, "engine_client", None)
+            if uses_backend(getattr(client, "vllm_config", None)):
+                keep_label(type(client))  # before the first label can come by a route
+                await versioned(scope, receive, send)
+            else:
+                await stack(scope, receive, send)
+
+        app.middleware_stack = asked
         return app
 
     setattr(build_app, _LABEL, True)

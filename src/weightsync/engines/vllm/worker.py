@@ -123,7 +123,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
-            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._find_loras(controls))
+            loras = self._find_loras(controls) if is_local(init_info.control) else None  # names are known in the owner's process
+            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, loras)
             adapter.no_shards = streams_because
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
@@ -136,7 +137,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         manager = getattr(self.model, "lora_manager", None)
         if manager is None:
             return None
-        return WorkerLoras(manager, self.model_config.get_vocab_size(), cast(LoraControls | None, controls))
+        ranks = self.parallel_config.tensor_parallel_size
+        return WorkerLoras(manager, self.model_config.get_vocab_size(), cast(LoraControls | None, controls), ranks)
 
     def drop_lora(self, label: str, number: int) -> None:
         """Free a version of an adapter that no request uses. The process that owns the engine calls this on all workers."""

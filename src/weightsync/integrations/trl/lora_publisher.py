@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.coordinator.status import AdapterStatus
 from weightsync.errors import ConfigurationError, RoundFailed, WeightSyncError
 from weightsync.integrations.trl.reporting import report
 from weightsync.integrations.trl.rollout_server import RolloutServer
@@ -72,6 +74,11 @@ class LoraPublisher:
                 self._merge(answer)
                 return None
             self._adapters = self._joined(model, source)
+        if beside := _trained_beside(model):
+            raise ConfigurationError(
+                f"{beside} is trained now, and only the adapter is sent, so the server would never get it: train it from the first "
+                "update on, or enable(merge=True) and WeightTransfer(merge=True) send all weights"
+            )
         try:
             result = self._adapters.publish(self.name, timeout=self._options.timeout)
         except RoundFailed as error:
@@ -90,9 +97,15 @@ class LoraPublisher:
         """On rank 0 the adapter's name, and one of its ranks after a newline; or only why it is merged."""
         if self._server is None:
             return ""
-        run = re.sub(r"[^A-Za-z0-9._-]", "-", self._options.check())[:64].lstrip("._-")
-        name = self._options.adapter or OWNER + (run or "policy")
-        return _why_merged(model, name, self._server, trainer).replace("\n", " ") or f"{name}\n{uuid.uuid4().hex}"
+        run = re.sub(r"[^A-Za-z0-9._-]", "-", self._options.check())[:60].lstrip("._-") or "policy"
+        live = {adapter.name for adapter in self._served() if adapter.published}
+        names = (f"{OWNER}{run}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+        name = self._options.adapter or next(name for name in names if name not in live)  # another trainer has those
+        return _why_merged(model, name, live, self._server, trainer).replace("\n", " ") or f"{name}\n{uuid.uuid4().hex}"
+
+    def _served(self) -> tuple[AdapterStatus, ...]:
+        with self._options.client() as client:
+            return client.status().adapters
 
     def _joined(self, model: Any, source: str) -> Adapters:  # noqa: ANN401 - PEFT's
         """Publish the base, unless it is quantized: then its bytes are not the checkpoint's, which the server has loaded."""
@@ -111,7 +124,7 @@ class LoraPublisher:
                 source=source, transports=options.transports,
             )  # fmt: skip
             owned.enter_context(adapters)
-            left = {label.partition("@")[0] for label in (self._server.labels() if self._server else ())}
+            left = {lora.name for lora in (self._served() if self._server else ()) if not lora.published}
             for name in {name for name in left if name.startswith(OWNER)} - {self.name}:
                 with suppress(WeightSyncError):  # an earlier run's versions would keep their slots
                     adapters.retire(name, 0)
@@ -125,14 +138,19 @@ class LoraPublisher:
             tell(_log, f"{MERGING} {why}")
 
 
-def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> str:  # noqa: ANN401 - PEFT's and TRL's
-    """Why the adapter cannot be published alone, and what to do; empty if it can."""
+def _trained_beside(model: Any) -> str:  # noqa: ANN401 - PEFT's
+    """A parameter that is trained and belongs to no adapter; empty if there is none."""
+    return next((name for name, own in model.named_parameters() if own.requires_grad and model.prefix not in name), "")
+
+
+def _why_merged(model: Any, name: str, live: Collection[str], server: RolloutServer, trainer: Any) -> str:  # noqa: ANN401
+    """Why the adapter cannot be published alone, and what to do; empty if it can. ``live`` are names of other trainers."""
     names, worker = model.active_adapters, getattr(trainer, "rollout_worker", None)
     if len(names) != 1 or model.peft_config[names[0]].peft_type != "LORA":
         return f"a single adapter of LoRA can be served, and the model's active ones are {', '.join(names)}"
-    beside = [name for name, own in model.named_parameters() if own.requires_grad and model.prefix not in name]
-    if beside and "modules_to_save" not in beside[0]:  # those are refused by name
-        return f"{beside[0]} is trained beside the adapter"
+    beside = _trained_beside(model)
+    if beside and "modules_to_save" not in beside:  # those are refused by name
+        return f"{beside} is trained beside the adapter"
     if trainer is None:
         return "a method of TRL's trainer has to ask for the first update"
     if (worker is not None and "model_name" not in getattr(worker, "_loop_kwargs", {})) or any(
@@ -144,7 +162,8 @@ def _why_merged(model: Any, name: str, server: RolloutServer, trainer: Any) -> s
     except ConfigurationError as error:
         return str(error)
     lora = config.get("lora_config") or {"max_lora_rank": 0, "max_cpu_loras": 0}
-    others = {label for label in labels if "@" in label and not label.startswith((f"{name}@", OWNER))}
+    versions = {label: label.partition("@")[0] for label in labels if "@" in label}
+    others = [label for label, of in versions.items() if of != name and (of in live or not of.startswith(OWNER))]
     slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0) + len(others)
     if lora["max_lora_rank"] >= rank and lora["max_cpu_loras"] >= slots:
         several = (config.get("parallel_config") or {}).get("data_parallel_size", 1) > 1

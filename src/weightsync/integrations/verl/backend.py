@@ -51,7 +51,7 @@ from weightsync.integrations.stream_ranks import (
 )
 from weightsync.integrations.updates import GRACE
 from weightsync.integrations.verl import vllm_servers
-from weightsync.integrations.verl.source import EngineShards, training_engine, whole_weights
+from weightsync.integrations.verl.source import EngineShards, training_worker, whole_weights
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
@@ -75,9 +75,12 @@ class EngineOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether a colocated actor rank keeps its converted copy between updates, in GPU memory, instead of making it each time."""
 
 
-Way: TypeAlias = Literal["direct", "shards", "stream"]
-"""How weights travel: shards to vLLM's workers; shards to rollout ranks, which hand whole tensors to verl; gathered tensors."""
-_OFFERED: dict[Way, tuple[str, ...]] = {"direct": ("number", "joined"), "shards": ("number", "tensors"), "stream": ()}
+Way: TypeAlias = Literal["direct", "shards", "stream", "adapter"]
+"""How weights travel: shards to vLLM's workers; shards to rollout ranks, which hand whole tensors to verl; gathered tensors, of all
+weights or of a LoRA adapter."""
+_OFFERED: dict[Way, tuple[str, ...]] = {
+    "direct": ("number", "joined"), "shards": ("number", "tensors"), "stream": (), "adapter": ("adapter",)
+}  # fmt: skip
 """What all ranks must know of that, as actor rank 0 says it."""
 
 
@@ -88,8 +91,17 @@ class DirectUpdate(NamedTuple):
     seconds: float
 
 
+class AdapterUpdate(NamedTuple):
+    """What the adapter gets in the place of tensors, if they are those of a LoRA adapter: PEFT's configuration, and the tensors."""
+
+    config: dict[str, Any]
+    tensors: AsyncIterator[tuple[str, torch.Tensor]]
+
+
 def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> tuple[Way, str]:
     """Choose for all ranks, by what each says about itself, and say why not ``direct``."""
+    if rollouts and all("adapter" in about for about in actors) and all(about.get("adapters") for about in rollouts):
+        return "adapter", "the adapter is not merged (actor_rollout_ref.model.lora.merge=False)"
     reason = next(
         (f"{about['name']}: {about['streams']}" for about in (*actors, *rollouts) if "streams" in about),
         ""
@@ -142,12 +154,14 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sender = StreamSender(self._options, bucket_size, "actor", self._owned)
         self._receiver: weightsync.Receiver | None = None
         self._failure = ""
-        self._sources = EngineShards(training_engine())
+        self._sources = EngineShards(training_worker())
         self._way: Way | None = None
         self._number: int | None = None
         """Of the version of this update, if it is not a stream; on rank 0, of the last such."""
         self._servers: dict[str, str] = {}
         self._manifest: Manifest | None = None
+        self._adapter: dict[str, Any] = {}
+        """PEFT's configuration, where an adapter travels."""
 
     def prepare(self) -> dict[str, object]:
         """Return what the other ranks must know of this one. Actor rank 0 starts a coordinator, unless there is one."""
@@ -167,6 +181,8 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _about_source(self) -> dict[str, object]:
         """Whether this rank can publish its shards, and as what."""
         about: dict[str, object] = {}
+        if adapter := self._sources.adapter_config():
+            about["adapter"] = adapter
         if self._options.shards:
             with suppress(WeightSyncError):
                 about["tensors"] = msgspec.to_builtins(self._sources.source(self._options, direct=False)[1].tensors)
@@ -207,7 +223,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigurationError("actor rank 0 offers no coordinator: verl did not make it with is_master=True")
         way, reason = choose_way(actors, rollouts)
         if reason:
-            how = "gather whole tensors" if way == "stream" else "publish their shards"
+            how = {"stream": "gather whole tensors", "adapter": "send the LoRA adapter alone"}.get(way, "publish their shards")
             say_why(f"actor ranks {how}, and rollout ranks receive whole tensors", reason)
         every = cls.arguments(way, actors, rollouts)
 
@@ -241,6 +257,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         tensors: list[Any] | None = None,
         servers: dict[str, str] | None = None,
         joined: list[str] | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> None:
         """Take the coordinator's address. An actor rank joins, or stays joined, and so do vLLM's workers. Before every update.
 
@@ -253,6 +270,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             tensors: What rollout ranks receive as shards.
             servers: Ray's name of the server of each replica whose workers take the weights.
             joined: Replicas of the last such update.
+            adapter: PEFT's configuration of the adapter that travels.
 
         Raises:
             WeightSyncError: The coordinator cannot be reached, or refuses this rank.
@@ -261,7 +279,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.finalize()
         self.meeting, self._number = msgspec.convert(meeting, Meeting), number
         self._manifest = None if tensors is None else Manifest(msgspec.convert(tensors, tuple[TensorSpec, ...]))
-        before, self._way = self._way, way
+        before, self._way, self._adapter = self._way, way, adapter or {}
         if not self._is_actor:
             here = vllm_servers.here()
             if here is not None:
@@ -282,7 +300,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ) from error
 
     def _source(self) -> ShardSource | None:
-        return None if self._way == "stream" else self._sources.source(self._options, direct=self._way == "direct")[0]
+        return None if self._way in ("stream", "adapter") else self._sources.source(self._options, direct=self._way == "direct")[0]
 
     def leave(self) -> None:
         """Leave the coordinator as an actor rank, and free what it published. The next update joins again."""
@@ -307,9 +325,9 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> dict[str, float]:
         """Bring ``weights`` from an actor rank to all rollout ranks of this update: see :meth:`StreamSender.send`.
 
-        Where shards travel, ``weights`` are not iterated over: nothing is gathered.
+        Where shards or an adapter travel, ``weights`` are not iterated over: nothing of them is gathered.
         """
-        whole = whole_weights(weights) if self._way == "stream" else None
+        whole = {"stream": whole_weights, "adapter": self._sources.adapter}.get(str(self._way), lambda _: None)(weights)
         number = None if whole is not None else self._number
         try:
             result = await self._sender.send(whole, self.meeting, global_steps, number, calls)
@@ -332,10 +350,10 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         }
 
     def receive_weights(self, global_steps: int | None = None) -> Any:  # noqa: ANN401 - one of two
-        """Return the tensors of one update, on a rollout rank; or the :class:`DirectUpdate` for weightsync's adapter."""
+        """Return the tensors of one update, on a rollout rank; or what weightsync's adapter takes in their place."""
         if self._way == "direct" and self._number is not None:
             return DirectUpdate(self._number, self.meeting.seconds)
-        return self._received()
+        return AdapterUpdate(self._adapter, self._received()) if self._way == "adapter" else self._received()
 
     async def _received(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of one update, on a rollout rank. Each is lent until the next is requested.

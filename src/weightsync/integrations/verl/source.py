@@ -1,13 +1,14 @@
 """What an actor rank publishes: the parameters of its training engine, under the names of the rollout's checkpoint.
 
 verl gives a checkpoint engine a generator of whole tensors, and its training engine to one backend of its own only. The training
-engine is found where verl makes our object (:func:`training_engine`), so nothing of verl is replaced. Its parameters take the
+engine is found where verl makes our object (:func:`training_worker`), so nothing of verl is replaced. Its parameters take the
 place of the generator only if they are the checkpoint's tensors: verl may also merge adapters or quantize while it sends.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,13 +24,17 @@ from weightsync.model import Manifest
 from weightsync.tensors.shards import ShardedState, shards_of, torch_dtype
 
 
-def training_engine() -> Any:  # noqa: ANN401 - verl's
-    """Return the training engine of the actor worker in whose ``init_model`` this is called; ``None`` outside of one."""
+def _plain(value: Any) -> Any:  # noqa: ANN401 - of PEFT's configuration
+    return sorted(value) if isinstance(value, set) else getattr(value, "value", None)
+
+
+def training_worker() -> Any:  # noqa: ANN401 - verl's
+    """Return the actor worker in whose ``init_model`` this is called, with its training engine; ``None`` outside of one."""
     frame = inspect.currentframe()
     while frame is not None:
-        engine = getattr(getattr(frame.f_locals.get("self"), "actor", None), "engine", None)
-        if hasattr(engine, "get_per_tensor_param"):
-            return engine
+        worker = frame.f_locals.get("self")
+        if hasattr(getattr(getattr(worker, "actor", None), "engine", None), "get_per_tensor_param"):
+            return worker
         frame = frame.f_back
     return None
 
@@ -44,7 +49,8 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         if ".base_layer." in name:
             raise ConfigurationError(
                 f"verl sends {name}, the frozen base of a LoRA adapter, and never the adapter: the rollout would serve the "
-                "base model for the whole run. Set actor_rollout_ref.model.lora.merge=True"
+                "base model for the whole run. Set actor_rollout_ref.model.lora.merge=True; or, for a rollout of vLLM and an "
+                "actor of FSDP, actor_rollout_ref.rollout.load_format=auto, and the adapter is sent alone"
             )
         yield name, tensor
 
@@ -52,10 +58,28 @@ def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 class EngineShards:
     """What can be published of one training engine. Looked at again only if it has another module."""
 
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - verl's, or None
-        self._engine = engine
+    def __init__(self, worker: Any) -> None:  # noqa: ANN401 - verl's, or None
+        self._engine: Any = None if worker is None else worker.actor.engine
+        self._layered = bool(getattr(getattr(worker, "config", None), "rollout", {}).get("layered_summon", False))
         self._module: object = None
         self._made: dict[bool, tuple[ShardSource, Manifest] | WeightSyncError] = {}
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's configuration of a LoRA adapter that verl does not merge, as plain data; ``None`` if there is none to send."""
+        module = getattr(self._engine, "module", None)
+        configs = getattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config", {})
+        if "default" not in configs or self._engine.model_config.lora.get("merge", False):
+            return None
+        config: dict[str, Any] = json.loads(json.dumps(configs["default"].to_dict(), default=_plain))
+        return config
+
+    def adapter(self, base: object) -> Iterable[tuple[str, torch.Tensor]]:
+        """Gather the adapter's tensors, whole, by verl's own function, in the place of the ``base`` that verl gives."""
+        del base
+        tensors: Iterable[tuple[str, torch.Tensor]] = self._engine.get_per_tensor_param(
+            layered_summon=self._layered, base_sync_done=True
+        )[0]
+        return tensors
 
     def forget(self) -> None:
         """Look at the engine again the next time."""

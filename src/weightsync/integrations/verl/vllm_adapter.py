@@ -20,6 +20,7 @@ from weightsync.errors import RoundFailed
 from weightsync.integrations.updates import in_thread
 from weightsync.integrations.verl.backend import (
     WHERE,
+    AdapterUpdate,
     DirectUpdate,
     EngineOptions,
     StreamCheckpointEngine,
@@ -27,7 +28,7 @@ from weightsync.integrations.verl.backend import (
     exchange,
     say_why,
 )
-from weightsync.integrations.verl.source import training_engine
+from weightsync.integrations.verl.source import training_worker
 from weightsync.integrations.verl.vllm_servers import ServedReplica
 from weightsync.protocol.notices import tell
 
@@ -40,10 +41,12 @@ class VllmAdapter(ServerAdapter):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - verl's
         super().__init__(*args, **kwargs)
         self._replica = ServedReplica(self)
-        self._colocated = None if training_engine() is None else _Colocated(self._replica, self.config)
+        self._colocated = None if training_worker() is None else _Colocated(self._replica, self.config)
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - verl's
         """Let the workers take the weights, or pass on to verl what came instead."""
+        if isinstance(weights, AdapterUpdate):  # verl's workers then replace the adapter that its requests name
+            weights, kwargs = weights.tensors, {**kwargs, "peft_config": weights.config, "base_sync_done": True}
         if isinstance(weights, DirectUpdate):
             if self._replica.leads:
                 await _in_thread(lambda: self._replica.update(weights.number, weights.seconds))

@@ -87,12 +87,11 @@ class ServedReplica:
 
     def why_not(self) -> str:
         """Why vLLM's workers cannot take the weights with this configuration; empty if they can."""
-        config, model = self._config, self._model
-        lora = max(model.lora_rank, model.lora.get("rank", 0)) > 0 and not model.lora.get("merge", False)
+        config = self._config
         mtp = getattr(config, "mtp", None)
         ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
         reasons = {
-            "LoRA adapters are not merged (actor_rollout_ref.model.lora.merge=True)": lora,
+            "LoRA adapters are not merged (actor_rollout_ref.model.lora.merge=True)": self._serves_adapter,
             f"the rollout is quantized ({config.quantization})": config.quantization,
             "prefill and decode are disaggregated": getattr(getattr(config, "disaggregation", None), "enabled", False),
             "the rollout has a draft model (mtp)": getattr(mtp, "enable", False) and getattr(mtp, "enable_rollout", False),
@@ -101,10 +100,18 @@ class ServedReplica:
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
+    @property
+    def _serves_adapter(self) -> bool:
+        """Whether verl's requests name an adapter: its server has LoRA."""
+        model = self._model
+        return max(model.lora_rank, model.lora.get("rank", 0)) > 0 and not model.lora.get("merge", False)
+
     def about(self) -> dict[str, object]:
         """What the other ranks of an update must know. The leading rank asks its server, which may take seconds the first time."""
         if reason := self.why_not():
-            return {"streams": reason}
+            # A server that loaded no checkpoint lacks the base, which verl sends to none that is separated from its actor.
+            adapters = self._serves_adapter and "dummy" not in self._config.load_format
+            return {"streams": reason, "adapters": adapters}
         about: dict[str, object] = {"replica": self.name}
         if not self.leads:
             return about

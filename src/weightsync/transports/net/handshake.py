@@ -25,7 +25,7 @@ from weightsync.transports.net.channel import Channel
 HELLO_SECONDS = 5.0
 """How long a connection may take to prove itself."""
 ID_BYTES = 16
-_MAGIC = b"wsync\x00\x00\x02"  # the last two bytes are the protocol's number
+_MAGIC = b"wsync\x00\x00\x03"  # the last two bytes are the protocol's number
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _SHORTEST_KEY = 16

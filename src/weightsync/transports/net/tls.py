@@ -2,19 +2,10 @@
 
 Each publisher makes a certificate when it starts and deletes it when it ends. No authority signs it. The publisher's address holds
 its fingerprint, and readers, who get the address over the control connection, accept no other. Inside TLS the publisher sends two
-keys that it draws for this connection, one per direction, and both ends continue in records. There readers prove that they know the
-run's key (:mod:`weightsync.transports.net.handshake`). So both ends know who the other is, and every connection has its own keys,
-which neither the token nor a recording of the traffic gives away.
-
-Records: what an encrypted channel sends once TLS has agreed on keys. AES-256-GCM over as much as a processor's cache holds.
-
-A record is its plain length (u32, little-endian), the ciphertext, and a tag of 16 bytes that authenticates both. Each direction of
-each connection has a key of its own, whose nonce counts the records from zero: one that is changed, repeated, left out, moved,
-cut short or sent back to where it came from does not open. After :data:`RECORDS_PER_KEY` records the next key is derived from the
-key and the key is dropped.
-
-TLS does the same with records of 16 KiB, each a call of the operating system and of Python at either end, which took most of the
-time: see ``docs/benchmarks/cpu-transports.md``.
+keys that it draws for this connection, one per direction, and both ends continue in records
+(:mod:`weightsync.transports.net.encrypted_records`). There readers prove that they know the run's key
+(:mod:`weightsync.transports.net.handshake`). So both ends know who the other is, and every connection has its own keys, which
+neither the token nor a recording of the traffic gives away.
 """
 
 from __future__ import annotations
@@ -26,98 +17,17 @@ import os
 import secrets
 import socket
 import ssl
-import struct
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, WeightSyncError
 from weightsync.transports.net.channel import Channel
+from weightsync.transports.net.encrypted_records import KEY_BYTES, LENGTH_BYTES, RECORD_BYTES, Opening, Sealing
 from weightsync.transports.net.handshake import ENCRYPTED_ONLY
-
-KEY_BYTES = 32
-TAG_BYTES = 16
-LENGTH_BYTES = 4
-RECORD_BYTES = 512 << 10
-"""Most plain bytes of a record."""
-RECORDS_PER_KEY = 1 << 17
-"""At most 64 GiB, so 2^32 blocks: an attacker's advantage over a key stays below 2^-60."""
-_LENGTH = struct.Struct("<I")
-_NEXT = b"weightsync: the next key of a channel"
-
-
-class _Keys:
-    """The key of one direction, and the nonce that is due."""
-
-    def __init__(self, key: bytes) -> None:
-        self._take(key)
-
-    def _take(self, key: bytes) -> None:
-        self._key, self._cipher, self._count = key, AESGCM(key), 0
-
-    def due(self) -> tuple[AESGCM, bytes]:
-        """A cipher and a nonce that are used once."""
-        if self._count == RECORDS_PER_KEY:
-            self._take(hmac.digest(self._key, _NEXT, hashlib.sha256))
-        self._count += 1
-        return self._cipher, (self._count - 1).to_bytes(12, "little")
-
-
-class Sealing(_Keys):
-    """The sender's end of a direction. Not thread-safe."""
-
-    def __init__(self, key: bytes) -> None:
-        super().__init__(key)
-        self._record = bytearray(LENGTH_BYTES + RECORD_BYTES + TAG_BYTES)
-
-    def seal(self, plain: memoryview) -> memoryview:
-        """Return the record of at most :data:`RECORD_BYTES` bytes. It is valid until the next call."""
-        cipher, nonce = self.due()
-        record = memoryview(self._record)[: LENGTH_BYTES + len(plain) + TAG_BYTES]
-        length = _LENGTH.pack(len(plain))
-        record[:LENGTH_BYTES] = length
-        cipher.encrypt_into(nonce, plain, length, record[LENGTH_BYTES:])
-        return record
-
-
-class Opening(_Keys):
-    """The receiver's end of a direction, in which ``peer`` sends. Not thread-safe."""
-
-    def __init__(self, key: bytes, peer: str) -> None:
-        super().__init__(key)
-        self._peer = peer
-        self._plain = bytearray()
-
-    def sealed_bytes(self, length: bytes | bytearray | memoryview) -> int:
-        """Return how many bytes follow a record's length.
-
-        Raises :class:`~weightsync.errors.AuthenticationError` for an impossible length.
-        """
-        (plain,) = _LENGTH.unpack(length)
-        if not 0 < plain <= RECORD_BYTES:
-            raise AuthenticationError(f"{self._peer} announced a record of {plain:,} bytes: the connection was altered")
-        return int(plain) + TAG_BYTES
-
-    def open(self, length: bytes | bytearray | memoryview, sealed: memoryview, into: memoryview | None = None) -> memoryview:
-        """Return the plain bytes of a record: ``into``, which has their size, or a buffer that is valid until the next call.
-
-        Raises :class:`~weightsync.errors.AuthenticationError` unless this is the record that is due.
-        """
-        cipher, nonce = self.due()
-        if into is None and len(self._plain) < len(sealed) - TAG_BYTES:
-            self._plain = bytearray(len(sealed) - TAG_BYTES)  # grows with what was received, not with what was announced
-        plain = memoryview(self._plain)[: len(sealed) - TAG_BYTES] if into is None else into
-        try:
-            cipher.decrypt_into(nonce, sealed, length, plain)
-        except InvalidTag:
-            raise AuthenticationError(f"a record is not the one that {self._peer} sent: the connection was altered") from None
-        return plain
-
 
 FINGERPRINT_BYTES = 32
 _HANDSHAKE = b"\x16"  # the first byte of every TLS connection
@@ -267,8 +177,7 @@ class EncryptedChannel(Channel):
                 super().receive_into([memoryview(first)], deadline)
                 self._length = bytes(first)
             length, self._length = self._length, b""
-            count = self._opening.sealed_bytes(length)
-            plain = count - TAG_BYTES
+            plain, count = self._opening.sizes(length)
             following = LENGTH_BYTES if plain < most else 0  # another record is due: its length comes in the same call
             if len(self._sealed) < count + following:
                 self._sealed = bytearray(count + following)
@@ -286,7 +195,9 @@ class EncryptedChannel(Channel):
         for given in buffers:
             buffer = memoryview(given)
             for start in range(0, len(buffer), RECORD_BYTES):
-                super().send([self._sealing.seal(buffer[start : start + RECORD_BYTES])], deadline, more)
+                plain, began = buffer[start : start + RECORD_BYTES], time.perf_counter()
+                super().send([self._sealing.seal(plain)], deadline, more)
+                self._sealing.compression.sent(plain, time.perf_counter() - began)
 
 
 class _Handshake:

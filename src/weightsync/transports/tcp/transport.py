@@ -33,6 +33,7 @@ from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.net.channel import CONTROL, DATA, END, HEADER, Channel, FrameHeader
 from weightsync.transports.net.connected_reader import ConnectedReader, Dial
 from weightsync.transports.net.dialer import dialer
+from weightsync.transports.net.encrypted_records import RECORD_BYTES
 from weightsync.transports.net.frames import FRAME_BYTES, MAX_FRAME_BYTES, frames_of, wanted_tiles
 from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import (
@@ -48,7 +49,7 @@ from weightsync.transports.net.messages import (
     transfer_deadline,
     unless_failed,
 )
-from weightsync.transports.net.tls import RECORD_BYTES, EncryptedChannel, reader_context
+from weightsync.transports.net.tls import EncryptedChannel, reader_context
 
 
 class _Arriving:

@@ -59,9 +59,9 @@ class Deadline:
                 if aborted.done():
                     raise Aborted(f"{what} was aborted")
             return future.result(self.remaining(what))
-        except TimeoutError:
-            if future.done():  # its own
-                raise
+        except TimeoutError as error:
+            if future.done() and not future.cancelled() and future.exception() is error:
+                raise  # its own
             raise DeadlineExceeded(self._late(what)) from None
         finally:
             del future  # its error's traceback refers to this frame, and would keep what the error's other frames refer to

@@ -31,7 +31,8 @@ name and message (:func:`to_wire`, :func:`from_wire`), never as a pickle. Both e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "Aborted",
@@ -165,6 +166,17 @@ def in_words(why: str) -> str:
 
 HINT = ". Hint: "
 """Between what happened and what to do, where a message says both. Commands print the latter on a line of its own."""
+
+
+@contextmanager
+def as_load_error(what: str) -> Iterator[None]:
+    """Raise what an engine's code raises as a :class:`LoadError` that says ``what`` failed; our own as it is."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def readable(text: str, most: int = _LONGEST) -> str:

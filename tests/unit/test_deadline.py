@@ -60,3 +60,13 @@ def test_a_future_is_waited_for_until_it_is_done_or_late_or_aborted() -> None:
     aborted.set_result(None)
     with pytest.raises(Aborted, match="reading was aborted"):
         Deadline(60.0).result(never, "reading", aborted)
+
+
+def test_a_result_that_comes_just_too_late_is_late() -> None:
+    class JustLate(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            self.set_result(5)
+            raise TimeoutError
+
+    with pytest.raises(DeadlineExceeded, match="reading"):
+        Deadline(1.0).result(JustLate(), "reading")

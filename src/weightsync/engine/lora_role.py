@@ -18,9 +18,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
-from weightsync.engine.session import EngineSession, as_load_error
+from weightsync.engine.session import EngineSession
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError, as_load_error
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora

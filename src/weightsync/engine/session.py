@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.read_back import ReadBack
-from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, WeightSyncError, few
+from weightsync.errors import Aborted, DeadlineExceeded, LoadError, ProtocolError, as_load_error, few
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.model.manifest import join_manifests
 from weightsync.tensors.digest import PUBLIC, DigestConstants
@@ -440,17 +440,6 @@ def _reaches(served: Version, version: int | Version) -> bool:
 def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Sequence[tuple[str, torch.Tensor]]]:
     """What is the model's, and what is the draft model's."""
     return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]
-
-
-@contextmanager
-def as_load_error(what: str) -> Iterator[None]:
-    """Raise what an engine's code raises as a :class:`~weightsync.errors.LoadError` that says ``what`` failed; our own as it is."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except Exception as error:
-        raise LoadError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def load_all(

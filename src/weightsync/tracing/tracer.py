@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +98,7 @@ class Traced:
         used = {copy.parameter for copy in self.copies}
         return {name: (seen.shape, seen.dtype) for seen in self.parameters if seen.names[0] in used for name in seen.names}
 
-    def layers(self, names: Collection[str]) -> set[str]:
+    def layers(self, names: set[str]) -> set[str]:
         """Return the layers whose parameters hold elements of these tensors."""
         return {copy.parameter.rpartition(".")[0] for copy in self.copies if self.manifest[copy.tensor].name in names}
 

@@ -53,6 +53,10 @@ def test_blocks_and_scales_are_installed_as_by_vllms_own_loading(tmp_path: Path,
     assert found == {"reason": None, "kept": True, "manifest": True, "same": True, "moved": [], "fp8": 8}
 
 
+def test_a_layout_step_requantizes_only_blocks_that_this_changes_with_the_bits_of_vllm(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "requantized") == {"rows": [768, 384, 768, 256, 128, 256, 200, 200, 200, 192, 192, 192]}
+
+
 @pytest.mark.rare
 def test_a_kernel_that_does_something_else_each_time_is_refused_by_name(tmp_path: Path) -> None:
     found = outcome(tmp_path, "unsteady")

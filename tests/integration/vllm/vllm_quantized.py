@@ -152,8 +152,35 @@ def published(plain, served, method, kind):
     return made.manifest, {shard.name: memory for shard, memory in filled}
 
 
+def requantized():
+    """Whether a layout step requantizes as vLLM does, for some shapes and kinds of scales, and the rows that vLLM got for it."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    from weightsync.engines.vllm.loading import _requantized_at_once
+
+    own, rows, generator = fp8_utils.requant_weight_ue8m0_inplace, [], torch.Generator().manual_seed(3)
+    fp8_utils.requant_weight_ue8m0_inplace = lambda weight, *rest: rows.append(weight.shape[-2]) or own(weight, *rest)
+    shapes, kinds = ((3, 256, 384), (256, 256), (200, 256), (2, 192, 256)), ("float", "power", "tiny")
+    for shape, kind in itertools.product(shapes, kinds):
+        bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        bits[(bits & 127) == 127] = 0
+        bits[..., 1, :128], bits[..., :128, :128] = 127, bits[..., :128, :128] & 191  # one has small values only, and NaN before
+        bits[..., 128:, :128], bits[..., 129, 5] = 0x76, 0x77  # 224, and the next larger value
+        scales = torch.rand((*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128), generator=generator) + 0.1
+        scales = scales if kind == "float" else 2.0 ** (scales * 10).round() * (2.0**-30 if kind == "tiny" else 1)
+        first, second = [(bits.view(torch.float8_e4m3fn).clone(), scales.clone()) for _ in range(2)]
+        own(*first)
+        with _requantized_at_once():
+            fp8_utils.requant_weight_ue8m0_inplace(*second, block_size=(128, 128))
+        if any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, second, strict=True)):
+            return {"differs": [shape, kind]}
+    return {"rows": rows}
+
+
 def main(folder, case):
     torch.set_num_threads(1)
+    if case == "requantized":
+        return requantized()
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs

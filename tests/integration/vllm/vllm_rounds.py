@@ -371,5 +371,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # for what vLLM starts
+    before = os.environ.get("PYTHONPATH", "")  # a clone's own code, if it is not what is installed
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before]).rstrip(os.pathsep)  # for what vLLM starts
     sys.exit(main())

@@ -103,6 +103,7 @@ def test_a_copy_that_does_not_fit_on_the_gpu_is_made_in_host_memory_and_said_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(published_shards, "device_of", lambda _: torch.device("cuda:0"))
+    monkeypatch.setattr(published_shards, "obstacle_to_in_place", lambda *_: "the shards take a copy")
     monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: f"{device} has no room for {nbytes}")
     role = TrainerRole(_state(), ReaderAccess([CudaIpc(), SharedMemory()], _KEY, this_host()))
     assert [offer.scheme for offer in role.offers] == ["shared_memory"]

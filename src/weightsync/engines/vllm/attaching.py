@@ -10,20 +10,18 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
-from weightsync.engine.session import as_load_error
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.local_controls import ControlsServer
 from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.served_loras import ServedLoras, served_loras
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.errors import ConfigurationError, DeadlineExceeded, as_load_error
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
 _INIT = "init_weight_transfer_engine"
 _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLLM 0.25 has no call that shuts its engine down
 _JOIN_SECONDS = 120.0  # seconds until every worker has joined
-
 _LOADING = "vLLM could not load the staged weights"
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError, few
 
 _REQUANTIZED = 1 << 25  # elements at a time; vLLM takes about 20 bytes for each
+_E4M3_224, _E4M3_448 = 0x76, 0x7E
 
 
 def install(
@@ -152,7 +153,7 @@ def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str],
     """
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(config), _experts_together():
+    with set_current_vllm_config(config), _requantized_at_once():
         for name in layers:
             layer = model.get_submodule(name)
             held = {**layer._parameters, **layer._buffers}
@@ -173,8 +174,8 @@ def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str],
 
 
 @contextmanager
-def _experts_together() -> Iterator[None]:
-    """Let vLLM requantize all experts of a layer in a few calls instead of one for each: blocks do not depend on each other."""
+def _requantized_at_once() -> Iterator[None]:
+    """Let vLLM requantize many blocks of a layer in a call, instead of one expert, and only those that this changes."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
     own: Any = getattr(fp8_utils, "requant_weight_ue8m0_inplace", None)
@@ -183,21 +184,36 @@ def _experts_together() -> Iterator[None]:
         return
 
     def requantize(weight: torch.Tensor, weight_scale: torch.Tensor, block_size: Sequence[int] = (128, 128)) -> None:
-        rows = block_size[0]
-        if weight.dim() != 3 or weight.shape[1] % rows or not (weight.is_contiguous() and weight_scale.is_contiguous()):
+        rows, columns = block_size
+        even = weight.numel() and weight.shape[-2] % rows == weight.shape[-1] % columns == 0
+        if not (even and weight.is_contiguous() and weight_scale.is_contiguous()):
             own(weight, weight_scale, block_size)
             return
-        blocks = max(_REQUANTIZED // (rows * weight.shape[2]), 1)
-        data, scales = weight.flatten(0, 1), weight_scale.flatten(0, 1)
-        for first in range(0, len(scales), blocks):
-            last = first + blocks
-            own(data[first * rows : last * rows], scales[first:last], block_size)
+        data = weight.view(torch.uint8).view(-1, rows, weight.shape[-1] // columns, columns)
+        scales = weight_scale.view(len(data), -1)
+        count = max(_REQUANTIZED // data[0].numel(), 1)
+        parts = zip(torch.split(data, count), torch.split(scales, count), strict=True)
+        kept = torch.cat([_unchanged(*part) for part in parts])
+        for part in torch.split((~kept).any(1).nonzero()[:, 0], count):
+            taken, factors = data[part], scales[part]
+            own(taken.view(-1, weight.shape[-1]).view(weight.dtype), factors, block_size)
+            data[part], scales[part] = taken, factors
 
     fp8_utils.requant_weight_ue8m0_inplace = requantize
     try:
         yield
     finally:
         fp8_utils.requant_weight_ue8m0_inplace = own
+
+
+def _unchanged(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return which blocks, ``[blocks of rows, rows, blocks of columns, columns]``, have the scale that vLLM would give them.
+
+    It is the least power of two that makes the largest value at most 448, of a block that is not nearly zero.
+    """
+    largest = (data & 127).amax((1, 3))
+    power = ((scales.view(torch.int32) & 0x7FFFFF) == 0) & (scales > 2.0**-20) & (scales < 2.0**20)
+    return power & (largest > _E4M3_224) & (largest <= _E4M3_448)
 
 
 def _put(name: str, made: Mapping[str, torch.Tensor | None], held: Mapping[str, torch.Tensor | None]) -> None:

@@ -18,7 +18,7 @@ from weightsync.errors import ProtocolError
 _LEAST_BYTES = 64 << 10
 """A shorter record is sent as it is: a header, or the end of something."""
 _WINDOW = 2 << 20  # plain bytes that one decision is for
-_TRIAL_WINDOWS = 16  # between two trials while records go as they are; a trial compresses 64 KiB, less than 1 % of their time
+_TRIAL_WINDOWS = 32  # between two trials while records go as they are; a trial compresses 64 KiB, less than 1 % of their time
 _PLAIN_WINDOWS = 64  # between two windows as they are while records are compressed
 _PAYS = 0.9
 

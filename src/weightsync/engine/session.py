@@ -92,7 +92,6 @@ class EngineSession:
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
-        self._rewritten = any(adapter.loads_late or adapter.repacks for adapter in self._adapters)
         self._owner_pauses = any(adapter.owner_pauses for adapter in self._adapters)
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
@@ -366,6 +365,11 @@ class EngineSession:
     def device(self) -> torch.device | None:
         """Where the engine's loader wants its buckets."""
         return self._calls.device()
+
+    @property
+    def _rewritten(self) -> bool:
+        """Whether the engine changes parameters after they were written."""
+        return any(adapter.loads_late or adapter.repacks for adapter in self._adapters)
 
     def can_read_back(self, *, build: bool = False) -> bool:
         """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""

@@ -50,7 +50,7 @@ async def test_a_trainer_that_dies_before_its_round_costs_no_place_of_the_planne
 class _Ever:
     """A limit without an end."""
 
-    seconds, at = 1e9, 1e9
+    seconds, at, left = 1e9, 1e9, 1e9
 
     def remaining(self, what: str) -> float:
         return 1e9

@@ -18,8 +18,7 @@ class DaemonThreads:
     """Up to ``most`` threads. A :class:`~concurrent.futures.ThreadPoolExecutor` would be joined when the interpreter ends."""
 
     def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        self._threads: list[threading.Thread] = []
+        self._most, self._name, self._started = most, name, 0
         self._jobs: _Jobs = queue.SimpleQueue()
         self.close = weakref.finalize(self, _end, self._jobs, most)
         """Cancel what has not begun, and end the threads when they are idle. Never blocks. Safe twice."""
@@ -28,18 +27,10 @@ class DaemonThreads:
         """Do ``work`` on one of the threads. After :attr:`close` it is never done."""
         future: Future[T] = Future()
         self._jobs.put((future, work))
-        if len(self._threads) < self._most:
-            thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        if self._started < self._most:
+            self._started += 1
+            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
         return future
-
-    def ended(self, seconds: float) -> bool:
-        """Wait for the threads after :attr:`close`, up to so many seconds for each. Returns whether all but this one ended."""
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(seconds)
-        return not any(thread.is_alive() for thread in others)
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import math
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
 from weightsync.protocol.messages import Body
 
@@ -38,19 +39,40 @@ def received_for(handle: Handler) -> Callable[[Body], IncomingCall]:
     return lambda body: IncomingCall(body, partial(handle, body), lambda: f"{type(body).__name__} is still running")
 
 
+_Job = tuple[Callable[[float], Body | None], str, Deadline, "Future[Body | None]", contextvars.Context]
+
+
 class Worker:
     """Runs calls on its own thread in the order of :meth:`submit`. The first call starts the thread."""
 
     def __init__(self, name: str) -> None:
-        self._threads = DaemonThreads(1, name)
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def submit(self, run: Callable[[float], Body | None], what: str, timeout: float) -> Future[Body | None]:
         """Queue one call, to run in the caller's context. Its ``timeout`` starts now and includes the time in the queue.
 
         Not thread-safe.
         """
-        deadline, context = Deadline(timeout), contextvars.copy_context()
-        return self._threads.submit(lambda: context.run(run, deadline.remaining(f"waiting for the {what} call's turn")))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        outcome: Future[Body | None] = Future()
+        self._jobs.put((run, what, Deadline(timeout), outcome, contextvars.copy_context()))
+        return outcome
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            run, what, deadline, outcome, context = job
+            if not outcome.set_running_or_notify_cancel():
+                del job, run, outcome, context
+                continue
+            try:
+                outcome.set_result(context.run(run, deadline.remaining(f"waiting for the {what} call's turn")))
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                outcome.set_exception(error)
+            del job, run, outcome, context  # an idle thread must not keep the last call's data alive
 
     def close(self, timeout: float) -> bool:
         """End the thread after its current call.
@@ -58,5 +80,9 @@ class Worker:
         Returns:
             ``False`` if that took longer than ``timeout`` seconds.
         """
-        self._threads.close()
-        return self._threads.ended(timeout)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._jobs.put(None)
+        thread.join(timeout)
+        return not thread.is_alive()

@@ -13,6 +13,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
+_LOOK_SECONDS = 1.0
 
 
 class Latch:
@@ -36,9 +37,12 @@ class Latch:
 
     def wait(self, timeout: float) -> bool:
         """Return whether it was set within ``timeout`` seconds."""
-        if not self._set and self._closed.acquire(timeout=timeout):
-            with suppress(RuntimeError):  # for other waiters; it was set again
-                self._closed.release()
+        while not self._set and timeout > 0:
+            # A signal that came just before the wait does not end it: Python looks for it again when this returns.
+            if self._closed.acquire(timeout=min(timeout, _LOOK_SECONDS)):
+                with suppress(RuntimeError):  # for other waiters; it was set again
+                    self._closed.release()
+            timeout -= _LOOK_SECONDS
         return self._set
 
 

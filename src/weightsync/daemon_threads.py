@@ -1,4 +1,4 @@
-"""Threads that wait for something else, perhaps for minutes, and hold up no exit of their process meanwhile."""
+"""Threads that may wait for something else for minutes, and do not keep their process from ending."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class VersionedRequests:
             if refused:
                 return
             now = self._label()
-            if not begun:  # an answer that has begun keeps its adapter, whatever is published meanwhile
+            if not begun:  # an answer that has begun keeps its adapter, even if another is published
                 adapters = list(self._adapters())
             # While an update runs, what comes may be of the version before, which is well for all that do not want exactly one.
             if (wanted.exact or now is not None) and not wanted.allows(now, adapters):

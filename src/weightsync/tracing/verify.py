@@ -200,7 +200,9 @@ class _Trial:
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype, device=generator.device)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        return made.normal_(generator=generator)
+        made.normal_(generator=generator)
+        # Scales that are powers of two are processed in another way than others, so there are both.
+        return torch.where(made > 0, made.round().exp2(), made) if dtype is torch.float32 else made
     lowest, above = (112, 132) if dtype is torch.float8_e8m0fnu else (0, 256) if dtype.is_floating_point else (0, 2)
     bits = torch.randint(lowest, above, shape, dtype=torch.uint8, generator=generator, device=generator.device)
     if not dtype.is_floating_point:

@@ -41,7 +41,7 @@ def test_answers_are_those_of_the_published_checkpoint(tmp_path: Path, kind: str
     failed = seen["versions"][2]
     assert "injected into the load" in failed["failed"]
     assert failed["label"] in (None, "weightsync:none")  # never the old version's, nor the one that failed
-    if kind.startswith("server"):  # requests may name a version (by the plugin; nothing was said on the command line)
+    if kind.startswith("server"):  # requests may name a version (by the plugin, without an option on the command line)
         assert failed["ready"] == 503
         for entry in seen["versions"]:
             assert entry["named"] == {

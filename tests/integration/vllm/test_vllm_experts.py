@@ -144,7 +144,7 @@ def test_experts_are_read_back_from_vllms_layer(
         tensors = {name: tensor for name, tensor in together(matrices(number)).items() if WHOLE in name}
         worker.check(spec, manifest_of(tensors))
         assert worker.stage(f"alice/math@{number}", spec, tensors) == "", "it can be read back"
-        assert not any(bool(stack[number - 1].any()) for stack in layer.w13_lora_b_stacked), "nothing was written meanwhile"
+        assert not any(bool(stack[number - 1].any()) for stack in layer.w13_lora_b_stacked), "nothing was written on the way"
         vllm._registered_adapters[number] = worker.take(f"alice/math@{number}", number)
         if number == 1:
             vllm.activate_adapter(number)

@@ -131,9 +131,8 @@ class WorkerLoras:
 
         def as_served(stack: Sequence[TensorSpec]) -> torch.Tensor:
             whole = _one_tensor([tensors[given.name] for given in stack]).to(dtype)
-            factors = [spec.config.scaling(arranged.modules[given.name]) for given in stack if given.name in arranged.modules] or [
-                1
-            ]
+            modules = [arranged.modules.get(given.name) for given in stack]
+            factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
             if len(set(factors)) > 1:
                 return torch.stack([matrix * factor for matrix, factor in zip(whole, factors, strict=True)])
             return whole if factors[0] == 1 else whole * factors[0]

@@ -327,7 +327,11 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Where shards or an adapter travel, ``weights`` are not iterated over: nothing of them is gathered.
         """
-        whole = {"stream": whole_weights, "adapter": self._sources.adapter}.get(str(self._way), lambda _: None)(weights)
+        whole: Iterable[tuple[str, torch.Tensor]] | None = None
+        if self._way == "stream":
+            whole = whole_weights(weights)
+        elif self._way == "adapter":
+            whole = self._sources.adapter()
         number = None if whole is not None else self._number
         try:
             result = await self._sender.send(whole, self.meeting, global_steps, number, calls)

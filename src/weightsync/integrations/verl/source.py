@@ -73,13 +73,9 @@ class EngineShards:
         config: dict[str, Any] = json.loads(json.dumps(configs["default"].to_dict(), default=_plain))
         return config
 
-    def adapter(self, base: object) -> Iterable[tuple[str, torch.Tensor]]:
-        """Gather the adapter's tensors, whole, by verl's own function, in the place of the ``base`` that verl gives."""
-        del base
-        tensors: Iterable[tuple[str, torch.Tensor]] = self._engine.get_per_tensor_param(
-            layered_summon=self._layered, base_sync_done=True
-        )[0]
-        return tensors
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the adapter's tensors, whole, by verl's own function, once the first is asked for."""
+        yield from self._engine.get_per_tensor_param(layered_summon=self._layered, base_sync_done=True)[0]
 
     def forget(self) -> None:
         """Look at the engine again the next time."""

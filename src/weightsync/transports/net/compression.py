@@ -46,8 +46,8 @@ def unpacked(content: memoryview, into: memoryview) -> None:
 class Compression:
     """Chooses, for one direction of one connection, whether records are compressed: by what sending them took, either way.
 
-    Records go as they are at first. Compressing is tried when it alone is faster than they went, and kept while they leave
-    faster. ``clock`` gives seconds.
+    Records go as they are at first. They are compressed once a sample shows that this takes less time than sending them did, and
+    for as long as they leave faster. ``clock`` gives seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

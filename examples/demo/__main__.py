@@ -100,6 +100,7 @@ def demo(
         typer.Option("--deltas", help="Train float32 weights, publish bfloat16, move only what changed; all to the last replica."),
     ] = False,
     adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters, published beside each version.")] = 0,
+    keep: Annotated[int, typer.Option(min=1, help="Versions of each adapter that replicas go on serving.")] = 2,
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill a replica, a trainer rank and the coordinator in the middle of rounds.")
     ] = False,
@@ -155,7 +156,7 @@ def demo(
         delivery=delivery.value, engine="vllm" if engine is EngineChoice.vllm else "transformers",
         engine_tp=engine_tp, model=model.value, tied=tied,
         pause_mode=pause_mode, optimizer="muon" if optimizer is OptimizerChoice.muon else "adamw",
-        learning_rate=learning_rate, deltas=deltas, adapters=adapters, kill=kill,
+        learning_rate=learning_rate, deltas=deltas, adapters=adapters, keep=keep, kill=kill,
         store=None if store is None else str(store.resolve()), kill_trainer=kill_trainer,
         seed=seed, timeout=timeout, json=json, token_file=token_file,
         coordinator=coordinator, role=role.value,

@@ -19,12 +19,10 @@ from transformers import PreTrainedModel
 from examples.demo.records import Order
 from weightsync.errors import ConfigurationError
 
-__all__ = ["ALPHA", "KEPT", "RANK", "Oracle", "adapter_path", "checkpoint_path", "save_checkpoint", "write_checkpoint"]
+__all__ = ["ALPHA", "RANK", "Oracle", "adapter_path", "checkpoint_path", "save_checkpoint", "write_checkpoint"]
 
 RANK, ALPHA = 8, 16.0
 """Of every adapter; ``alpha / rank`` scales the product of its matrices."""
-KEPT = 2
-"""Versions of each adapter that replicas go on serving."""
 
 _HEAD = "lm_head.weight"
 

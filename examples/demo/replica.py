@@ -31,7 +31,7 @@ def main(argument: str) -> int:
     from examples.demo.held_adapter import HeldAdapter
     from examples.demo.lora_adapter import LoraAdapter
     from examples.demo.models import build_model, scramble
-    from examples.demo.oracle import KEPT, RANK
+    from examples.demo.oracle import RANK
     from examples.demo.tokenizer import build_tokenizer
     from weightsync.config import ClientSettings
     from weightsync.engine.engine import Engine
@@ -44,7 +44,7 @@ def main(argument: str) -> int:
     model = build_model(wish.model, tied=wish.tied, seed=wish.seed)
     scramble(model, seed=sum(mine.name.encode()))
     # Each adapter's versions that are kept, the one that retires the oldest, and what running requests still use.
-    generator = Generator(model, LoraSlots(wish.adapters * (KEPT + 1) + SLOTS, RANK) if wish.adapters else None)
+    generator = Generator(model, LoraSlots(wish.adapters * (wish.keep + 1) + SLOTS, RANK) if wish.adapters else None)
     if generator.loras is not None:
         adapter: CompletionsAdapter = LoraAdapter(generator, generator.loras)
     else:

@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Float32 weights at the trainer, published in bfloat16, of which only changed words cross; all bytes to the last replica."""
     adapters: int = 0
     """LoRA adapters, each with one version for every version of the base weights."""
+    keep: int = 2
+    """Versions of each adapter that replicas go on serving."""
     kill: bool = False
     """Kill a replica, a trainer rank and the coordinator, each in the middle of a round, and start them again."""
     store: str | None = None
@@ -119,6 +121,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError("--deltas needs direct delivery, and --engine transformers")
         if not 0 <= self.adapters <= _MOST_ADAPTERS:
             raise ConfigurationError(f"--adapters must be from 0 to {_MOST_ADAPTERS}, not {self.adapters}")
+        if self.keep < 1:
+            raise ConfigurationError(f"--keep must be at least 1, not {self.keep}")
         if self.adapters:
             if self.engine != "transformers" or self.trainer != "fsdp" or self.role != "all" or self.coordinator is not None:
                 raise ConfigurationError("--adapters needs every process on this machine, --trainer fsdp and --engine transformers")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from examples.demo.oracle import ALPHA, KEPT, RANK, adapter_path
+from examples.demo.oracle import ALPHA, RANK, adapter_path
 from weightsync.model import RoundResult
 from weightsync.model.lora import adapter_label
 from weightsync.trainer.adapters import Adapters
@@ -52,10 +52,13 @@ def draw(tensors: dict[str, torch.Tensor], seed: int) -> None:
 
 
 class Tenants:
-    """One trainer rank's part in ``count`` adapters. Every rank calls it alike, and holds the whole matrices."""
+    """One trainer rank's part in ``count`` adapters. Every rank calls it alike, and holds the whole matrices.
 
-    def __init__(self, trainer: Trainer, model: PreTrainedModel, count: int, seed: int, directory: Path) -> None:
-        self._seed, self._directory, self._first = seed, directory, trainer.rank == 0
+    Replicas go on serving ``keep`` versions of each.
+    """
+
+    def __init__(self, trainer: Trainer, model: PreTrainedModel, count: int, keep: int, seed: int, directory: Path) -> None:
+        self._keep, self._seed, self._directory, self._first = keep, seed, directory, trainer.rank == 0
         self._tensors = [adapter_tensors(model) for _ in range(count)]
         self._stack = ExitStack()
         self._adapters = [self._stack.enter_context(Adapters(tensors, trainer, alpha=ALPHA)) for tensors in self._tensors]
@@ -80,5 +83,5 @@ class Tenants:
             result = adapters.publish(name, number, timeout=timeout)
             seconds = time.perf_counter() - started
             if self._first:
-                adapters.retire(name, keep=KEPT)
+                adapters.retire(name, keep=self._keep)
             yield result, seconds

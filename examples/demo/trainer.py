@@ -52,7 +52,7 @@ def main(argument: str) -> int:
         with Trainer(
             training.state, mine.coordinator, dtype=training.dtype, transports=wish.transports, new_epoch=mine.resume is not None,
             deltas=wish.deltas and 1 << 30,  # enough to list everything, so that the share of changed words is known
-        ) as trainer, Tenants(trainer, model, wish.adapters, wish.seed, directory) as tenants:  # fmt: skip
+        ) as trainer, Tenants(trainer, model, wish.adapters, wish.keep, wish.seed, directory) as tenants:  # fmt: skip
             parent.tell(Ready(f"trainer-{mine.rank}"))
             while left:
                 version += 1

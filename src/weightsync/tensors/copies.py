@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
 from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.errors import LayoutError, ProtocolError
+from weightsync.model import Layout, Manifest
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.tensors.digest import columns_address
+from weightsync.tensors.digest import columns_address, digest_rows
 from weightsync.tensors.kernels import copy_table
 
 _NEVER = np.zeros(1, np.int8)
 _CORES_EACH, _MOST_THREADS = 4, 4  # a host has an engine and a trainer rank for each GPU, and they compute too
 _LEAST_BYTES = 2 << 20  # for which a thread is worth waking
+T = TypeVar("T")
 
 
 def _run(
@@ -102,21 +105,36 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     """
     _ = tiles.table_address  # made here, and not by several threads
     copy = partial(_run, tiles, sources=np.asarray(source_addresses, np.int64), stop=stop)
-    edges = _shares(tiles)
+    return sum(_in_threads(lambda first, last, part: copy(first, last, out=part), tiles.rows * tiles.row_bytes, out))
+
+
+def digest_memory(manifest: Manifest, layout: Layout, addresses: Sequence[int]) -> UInt64:
+    """Digest all rows as :func:`~weightsync.tensors.digest.digest_rows` does, in threads as :func:`copy_and_digest`."""
+    out = np.zeros(len(layout), np.uint64)
+    digest = partial(digest_rows, manifest, layout, addresses)
+    digest(0, 0, out)  # makes the table
+    nbytes = (layout.stops - layout.starts).prod(axis=1) * manifest.itemsizes[layout.tensor]
+    _in_threads(digest, nbytes, out)
+    return out
+
+
+def _in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64) -> list[T]:
+    """Let threads do ``work`` in ranges of about equal bytes, each into an array that is added to ``out``; its results."""
+    edges = _shares(nbytes)
     parts = [np.zeros_like(out) for _ in edges[2:]]
-    others = list[Future[int]]()
+    others = list[Future[T]]()
     try:
         for ends, part in zip(pairwise(edges[1:]), parts, strict=True):
-            others.append(_threads().submit(copy, *ends, out=part))
-        done = copy(edges[0], edges[1], out=out)
+            others.append(_threads().submit(work, *ends, part))
+        done = work(edges[0], edges[1], out)
     finally:
         _outlast(others)
     for part in parts:
         out += part
-    return done + sum(other.result() for other in others)
+    return [done, *(other.result() for other in others)]
 
 
-def _outlast(others: Sequence[Future[int]]) -> None:
+def _outlast(others: Sequence[Future[Any]]) -> None:
     """Wait until all have ended, whatever interrupts this: they write."""
     interrupted: BaseException | None = None
     while not all(other.done() for other in others):
@@ -128,15 +146,16 @@ def _outlast(others: Sequence[Future[int]]) -> None:
         raise interrupted
 
 
-def _shares(tiles: CopyTable) -> list[int]:
-    """Cut ``tiles`` into as many ranges of about equal bytes as threads work on them; the edges of the ranges."""
+def _shares(nbytes: Int64) -> list[int]:
+    """Cut items of ``nbytes`` into as many ranges of about equal bytes as threads work on them; the edges of the ranges."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(cores // _CORES_EACH, _MOST_THREADS, tiles.nbytes // _LEAST_BYTES)
+    ends = np.cumsum(nbytes)
+    total = int(ends[-1]) if len(ends) else 0
+    threads = min(cores // _CORES_EACH, _MOST_THREADS, total // _LEAST_BYTES)
     if threads < 2:
-        return [0, len(tiles)]
-    ends = np.cumsum(tiles.rows * tiles.row_bytes)
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) // threads)
-    return [0, *cuts.tolist(), len(tiles)]
+        return [0, len(ends)]
+    cuts = np.searchsorted(ends, total * np.arange(1, threads) // threads)
+    return [0, *cuts.tolist(), len(ends)]
 
 
 @cache

@@ -10,9 +10,10 @@ import torch
 from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.model import Layout, Manifest
+from weightsync.tensors.copies import digest_memory
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device, wait_until_idle
-from weightsync.tensors.digest import PUBLIC, DigestConstants, digest_rows
+from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard
 
@@ -117,10 +118,10 @@ def digest_sums(manifest: Manifest, shards: Sequence[Shard], deadline: Deadline)
         TransportError: The device reported an error.
     """
     layout, addresses = layout_in_place(manifest, shards, block_bytes=None)
-    device, rows, sums = device_of(shards), np.zeros(len(layout), np.uint64), np.zeros(len(manifest), np.uint64)
+    device, sums = device_of(shards), np.zeros(len(manifest), np.uint64)
     if device is not None and device.type == "cuda":
         rows = DeviceDigest(manifest, layout, device).take(addresses, deadline)
     else:
-        digest_rows(manifest, layout, addresses, 0, len(layout), rows)
+        rows = digest_memory(manifest, layout, addresses)
     np.add.at(sums, layout.tensor, rows)
     return sums

@@ -22,6 +22,7 @@ from weightsync.tensors.copies import (
     check_tiles,
     copy_and_digest,
     copy_tiles,
+    digest_memory,
     gather_tiles,
     scatter_and_digest,
     scatter_tiles,
@@ -94,16 +95,17 @@ def test_many_cores_copy_and_digest_the_same(cores: int, monkeypatch: pytest.Mon
     manifest, layout, addresses, tiles, bases, _ = job(source, target, 1000)
     digests, read = (np.zeros(len(layout), np.uint64) for _ in range(2))
     tables = [table for per_source in tiles for table in per_source if len(table)]
-    threads = [len(copies._shares(table)) - 1 for table in tables]
+    threads = [len(copies._shares(table.rows * table.row_bytes)) - 1 for table in tables]
     assert max(threads) == {1: 1, 8: 2, 12: 3, 64: 4}[cores]
     for table in tables:
-        edges = copies._shares(table)
+        edges = copies._shares(table.rows * table.row_bytes)
         assert edges == sorted(edges)
         assert (edges[0], edges[-1]) == (0, len(table))
         assert copy_and_digest(table, bases, digests) == table.nbytes
     assert same(source, target)
     digest_rows(manifest, layout, addresses, 0, len(layout), read)
     assert np.array_equal(read, digests)
+    assert np.array_equal(read, digest_memory(manifest, layout, addresses))
 
 
 def test_a_child_process_copies_with_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

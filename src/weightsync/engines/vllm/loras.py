@@ -129,16 +129,16 @@ class WorkerLoras:
         """See :meth:`EngineAdapter.stage_lora`."""
         arranged, rank, dtype = self._arranged, spec.config.rank, self._config.lora_dtype
 
-        def as_served(stack: Sequence[TensorSpec]) -> torch.Tensor:
-            whole = _one_tensor([tensors[given.name] for given in stack]).to(dtype)
-            modules = [arranged.modules.get(given.name) for given in stack]
+        given = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
+        by_name = dict(zip(given, copied(list(given.values())), strict=True))
+        for name, stack in arranged.stacks.items():
+            modules = [arranged.modules.get(spec.name) for spec in stack]
             factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
-            if len(set(factors)) > 1:
-                return torch.stack([matrix * factor for matrix, factor in zip(whole, factors, strict=True)])
-            return whole if factors[0] == 1 else whole * factors[0]
-
-        served = {name: as_served(stack) for name, stack in arranged.stacks.items()}
-        by_name = dict(zip(served, copied(list(served.values())), strict=True))
+            if set(factors) != {1.0}:
+                given[name] = by_name[name]  # first computed there
+                parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
+                for part, factor in parts:
+                    part.mul_(factor)
         single = {stack[0].name: by_name[stack[0].name][0] for stack in arranged.single}
         model = LoRAModel.from_lora_tensors(
             1, single, _helper(spec), device="cpu", dtype=dtype,
@@ -157,7 +157,9 @@ class WorkerLoras:
             except WeightSyncError as error:
                 arranged.slots = str(error)
         slots = arranged.slots
-        unread = None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(served))  # not of the copies
+        unread = (
+            None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(given))
+        )  # of the copies only what is scaled
         self._held[label] = _HeldModel(model, unread)
         return slots if isinstance(slots, str) else ""
 
@@ -198,7 +200,7 @@ class WorkerLoras:
         """Free a version that is only staged. One that was registered, rank 0 hides; :meth:`forget` comes when it is unused."""
         if label not in self._registered:
             self._held.pop(label, None)
-        elif self._controls is not None:
+        if self._controls is not None:  # also if it was not registered here: another rank may have heard of it
             self._controls.drop_lora(label, COMMIT_SECONDS)
 
     def labels(self) -> Collection[str]:

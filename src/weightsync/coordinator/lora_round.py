@@ -133,6 +133,8 @@ class _Delivery(Report):
     version: Version | None = None
     """The version, once it serves it."""
     transports: tuple[str, ...] = ()
+    prepared: AdapterSpec
+    """As its ranks were asked to prepare it, and report it when they reconnect."""
     agreed = False
 
     def result(self, publications: Publications) -> ReplicaResult:
@@ -153,6 +155,7 @@ class LoraRound:
 
     ``turns`` has the turn of each replica, which stages one version at a time. ``registered`` gets each replica that
     serves the version. ``source`` names the trainer in plans, ``tenant`` whose publications it takes turns with.
+    ``overwritten`` is called before the regions are.
     """
 
     def __init__(
@@ -163,9 +166,10 @@ class LoraRound:
         tenant: str,
         turns: Mapping[str, ReplicaTurn],
         registered: Callable[[Replica, Version, AdapterSpec], None],
+        overwritten: Callable[[], None],
     ) -> None:
         self._context, self._spec, self._source, self._tenant = context, spec, source, tenant
-        self._turns, self._registered = turns, registered
+        self._turns, self._registered, self._overwritten = turns, registered, overwritten
         self._decided = asyncio.Event()
         """Set when a replica can take the version, or none can."""
         self._refusals: list[str] = []
@@ -190,6 +194,7 @@ class LoraRound:
         if context.seeding:
             return await place(context)
         self._check_number(context.publications.last + 1)  # a replica may have joined with it since
+        self._overwritten()
         placed = await place(context)
         self._check_number(context.publications.last)  # while it placed, another source may have published a later one
         return placed
@@ -234,7 +239,7 @@ class LoraRound:
                     await bounded("placing", context.deadline, asyncio.shield(placing))
         except BaseException:
             if report.agreed:
-                await drop(engines, self._spec.name, (context.number,), context.grace)
+                await drop({**engines, **replica.members()}, self._spec.name, (context.number,), context.grace)
             raise
 
     async def _bring(
@@ -251,9 +256,9 @@ class LoraRound:
         with report.phase("commit"):
             await on_all("register", limit, engines, RegisterLora(placement.version), Done)
             failpoints.reached("round.lora.registered")
-            report.replica.require_complete()
+            report.replica.require_links(engines)  # one that reconnected since it answered said then what it has
         report.version = placement.version
-        self._registered(report.replica, placement.version, spec)
+        self._registered(report.replica, placement.version, report.prepared)
 
     async def _plan(self, replica: Replica, engines: Engines) -> TransferPlan:
         self._check_base(replica)
@@ -276,7 +281,7 @@ class LoraRound:
         self._check_base(report.replica)
         if earlier := [drop for link in engines.values() for drop in link.drops.waiting(spec.name)]:
             await bounded("dropping earlier versions", limit, asyncio.wait(earlier))  # it may have this number
-        spec = structs.replace(spec, base=report.replica.version)  # which may be a later one
+        spec = report.prepared = structs.replace(spec, base=report.replica.version)  # which may be a later one
         tensors = next(iter(context.trainers.values())).rank.manifest.tensors
         asked = {member: PrepareLora(spec, context.number, tensors, part) for member, part in agreed.slices.items()}
         prepared = await on_all("prepare", limit, engines, asked, Prepared)

@@ -316,11 +316,6 @@ class Loras:
                 pass
         self.rounds += 1
         self._planner.keep_only({f"{name} {replica}" for name in self._sources for replica in self._members.replicas})
-        if not seeding:
-            for name, other in list(self._names.items()):
-                if other.source == source:  # its regions are about to be overwritten
-                    other.overwritten()
-                    self._forget_unused(name)
         context = RoundContext(
             round=self.rounds, number=asked.number, epoch=asked.epoch, seeding=seeding, trainers=trainers, replicas=replicas,
             publications=record.publications, settings=structs.replace(self._settings, run=spec.name), deadline=deadline,
@@ -330,13 +325,20 @@ class Loras:
         )  # fmt: skip
         self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
-        result = await LoraRound(context, spec, source, tenant, turns, self._registered).run()
+        result = await LoraRound(context, spec, source, tenant, turns, self._registered, partial(self._overwritten, source)).run()
         if not seeding:
             # An older publication may end last: a replica hung, and its caller gave up.
             if source in self._sources and result.version.order == record.publications.own:
                 record.source, record.spec = source, spec
             self._drop_others(result.version)
         return result
+
+    def _overwritten(self, source: str) -> None:
+        """What the regions of a source held is lost."""
+        for name, other in list(self._names.items()):
+            if other.source == source:
+                other.overwritten()
+                self._forget_unused(name)
 
     def _drop_others(self, published: Version) -> None:
         """Let replicas drop what they have brought from an earlier coordinator under the label of this version."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -296,7 +296,7 @@ class Replica:
         Raises:
             PeerLost: ``links`` are not the ranks that are connected now.
         """
-        self._check_links(links)
+        self.require_links(links)
         self.become("updating")
         for link in links.values():
             link.serving, link.refuted = None, ""
@@ -310,7 +310,7 @@ class Replica:
             PeerLost: A rank vanished in the meantime, or reconnected.
         """
         if self.state != "lost" or self._vanished or not self.members().items() <= links.items():
-            self._check_links(links)
+            self.require_links(links)
             self.become("loaded", version)
         self.refuted_by.clear()
         for link in links.values():
@@ -325,7 +325,8 @@ class Replica:
         else:
             self.error = error
 
-    def _check_links(self, links: dict[str, RankHandle[EngineRank]]) -> None:
+    def require_links(self, links: Mapping[str, RankHandle[EngineRank]]) -> None:
+        """Raise :class:`~weightsync.errors.PeerLost` unless ``links`` are the ranks that are connected now."""
         if self.members() != links:
             raise PeerLost(f"a rank of replica {self.name} disconnected" + (f" ({self.error})" if self.error else ""))
 

@@ -46,8 +46,8 @@ _sessions = itertools.count()
 _LAYOUT = rows_layout(MANIFEST, 0, 1)
 
 
-def spec_of(name: str = NAME) -> AdapterSpec:
-    return AdapterSpec(name, LoraConfig(2, 4.0), None, "keep")
+def spec_of(name: str = NAME, base: Version | None = None) -> AdapterSpec:
+    return AdapterSpec(name, LoraConfig(2, 4.0), base, "keep")
 
 
 async def _at_once(body: Body) -> None:
@@ -84,6 +84,7 @@ class LonePublisher(_Rank):
     def __init__(self, world: World, source: str, content: int = 1, limits: str = "", session: str = "") -> None:
         super().__init__(world)
         self.content, self._calls = content, itertools.count(1)
+        self.base: Version | None = None
         offers = (Offer("memory", "x", HOST, Traits()),)
         hello = said(f"adapters:{source}", 0, 1, HOST, session=known_as(session or f"p{next(_sessions)}"), offers=offers)
         self.rank = AdapterRank(structs.replace(hello, role="adapters"), MANIFEST, _LAYOUT, limits)
@@ -99,7 +100,7 @@ class LonePublisher(_Rank):
 
     async def publish(self, name: str = NAME, number: int | None = None, timeout: float = 30.0) -> RoundResult:
         call = next(self._calls)
-        answer = await self.ask(Publish(number, call, count=call, adapter=spec_of(name)), timeout)
+        answer = await self.ask(Publish(number, call, count=call, adapter=spec_of(name, self.base)), timeout)
         assert isinstance(answer, Published)
         return answer.result
 
@@ -113,7 +114,7 @@ class LonePublisher(_Rank):
 
 
 class LoraEngine(_Rank):
-    """The rank of a replica that takes adapters."""
+    """A rank of a replica that takes adapters. ``place`` is its number, and that of all ranks."""
 
     def __init__(
         self,
@@ -121,20 +122,22 @@ class LoraEngine(_Rank):
         name: str,
         served: dict[str, Version] | None = None,
         before: Callable[[Body], Awaitable[None]] = _at_once,
+        place: tuple[int, int] = (0, 1),
         **more: Any,
     ) -> None:
         super().__init__(world)
-        self.before = before
+        self.before, self._place = before, place
         self.served = dict(served or {})
+        self._specs: dict[str, AdapterSpec] = {}
         self._name, self._more = name, more
         self._prepared: PrepareLora | None = None
         self.join()
 
     def join(self) -> None:
         """Connect, or reconnect as the same process."""
-        held = tuple(HeldLora(version, spec_of(version.run)) for version in self.served.values())
+        held = tuple(HeldLora(version, self._specs.get(label, spec_of(version.run))) for label, version in self.served.items())
         hello = said(
-            self._name, 0, 1, HOST, session=f"e{next(_sessions)}", transports=("memory",), delivery="auto", bucket_bytes=64,
+            self._name, *self._place, HOST, session=f"e{next(_sessions)}", transports=("memory",), delivery="auto", bucket_bytes=64,
             adapter="fake", lora_slots=LoraSlots(100, 16), loras=held, **self._more,
         )  # fmt: skip
         self.rank = EngineRank(hello, MANIFEST, _LAYOUT, None)
@@ -166,7 +169,10 @@ class LoraEngine(_Rank):
                 digests = row_digests(layout, np.full(len(layout), publisher.content))
                 return Moved(plan.nbytes, digests.astype("<u8").tobytes(), 0, 0, 0, "installed")
             case RegisterLora(version=version):
-                self.served[adapter_label(version.run, version.number)] = version
+                label = adapter_label(version.run, version.number)
+                self.served[label] = version
+                assert self._prepared is not None
+                self._specs[label] = self._prepared.spec
             case DropLora(name=name, numbers=numbers):
                 for number in numbers:
                     self.served.pop(adapter_label(name, number), None)

@@ -95,16 +95,24 @@ class VersionedRequests:
         if not wanted.allows(label, adapters := self._adapters()):
             await _refuse(send, scope, wanted, label, adapters)
             return
-        await self._app(scope, receive, self._watched(send, scope, wanted, label))
+        early = bool(wanted.among(adapters))
+        await self._app(scope, receive, self._watched(send, scope, wanted, label, early=early))
 
-    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None) -> Send:
-        """Add the version to the answer. Let nothing out that a version may have generated which is not wanted."""
+    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None, *, early: bool) -> Send:
+        """Add the version to the answer. Let nothing out that a version may have generated which is not wanted.
+
+        ``early``: an adapter is wanted. Servers begin to stream an answer before they look its name up (SGLang does).
+        """
         begun, refused = False, False
+        start: Message | None = None
         adapters: Collection[str] = ()
 
         async def watched(message: Message) -> None:
-            nonlocal adapters, begun, refused
+            nonlocal adapters, begun, refused, start
             if refused:
+                return
+            if early and start is None and message["type"] == "http.response.start":
+                start = message
                 return
             now = self._label()
             if not begun:  # an answer that has begun keeps its adapter, even if another is published
@@ -116,12 +124,13 @@ class VersionedRequests:
                 refused = True
                 await _refuse(send, scope, wanted, now, adapters)
                 return
-            begun = True
-            if message["type"] in ("http.response.start", "websocket.accept"):
-                headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != _EXACT]
-                known = ", ".join(dict.fromkeys(filter(None, (label, now))))
-                message = {**message, "headers": [*headers, (_EXACT, known.encode())] if known else headers}
-            await send(message)
+            waiting, begun = [] if begun or start is None else [start], True
+            for each in (*waiting, message):
+                if each["type"] in ("http.response.start", "websocket.accept"):
+                    headers = [(name, value) for name, value in each.get("headers", ()) if name.lower() != _EXACT]
+                    known = ", ".join(dict.fromkeys(filter(None, (label, now))))
+                    each["headers"] = [*headers, (_EXACT, known.encode())] if known else headers
+                await send(each)
 
         return watched
 

@@ -37,7 +37,7 @@ class Server:
             await send({"type": "http.response.body", "body": part, "more_body": part == b"a"})
 
     def ask(self, headers: Headers | None = None, path: str = "/v1/completions", kind: str = "http") -> list[dict[str, Any]]:
-        sent: list[dict[str, Any]] = []
+        sent = self.sent = list[dict[str, Any]]()
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
@@ -47,7 +47,6 @@ class Server:
 
         scope = {"type": kind, "path": path, "headers": headers or [], "method": "POST"}
         asyncio.run(self._asgi(scope, receive, send))  # type: ignore[arg-type]
-        self.sent = sent
         return sent
 
     def status(self, *headers: tuple[str, str]) -> int:
@@ -179,18 +178,27 @@ def test_an_answer_is_never_of_an_earlier_version_than_asked_for_nor_of_another_
     assert b"this server has" in server.sent[1]["body"]
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("label", ["run@7", None])
-def test_an_exact_request_is_never_answered_by_a_newer_adapter_and_keeps_its_own(label: str | None) -> None:
+def test_an_exact_request_is_never_answered_by_a_newer_adapter_and_keeps_its_own(label: str | None, streams: bool) -> None:
     async def publish(server: Server) -> None:
         server.adapters.append("alice/math@11")
 
-    server = Server(label, steps=publish)
+    async def later(server: Server) -> None:
+        if server.sent:
+            await publish(server)
+
+    server = Server(label, steps=later)
     headers = [(b"x-weightsync-version", b"alice/math@10")]
     assert [message.get("body") for message in server.ask(headers)] == [None, b"a", b"b"], "its answer had begun"
+    assert "alice/math@11" in server.adapters
 
     async def waits(scope: Any, receive: Any, send: Any) -> None:
-        await publish(server)  # before the engine looked the name up
+        if not streams:
+            await publish(server)  # before the engine looked the name up
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if streams:  # SGLang begins a stream before it looks the name up, and waits in between while it is paused
+            await publish(server)
         await send({"type": "http.response.body", "body": b"of another version"})
 
     server = Server(label)

@@ -126,11 +126,11 @@ class LoraRole(SessionFront):
                 for label, held in self._served.items()
                 if held.spec.on_base_update == "refuse" and (base is None or held.spec.base != base)
             }
-            for label in refused:
-                del self._served[label]
-                self._adapter.drop_lora(label)
             if refused:
                 self._report(LorasRefused(tuple(refused.values())))
+            with ExitStack() as dropping:  # each of them, whatever another one raises
+                for label in refused:
+                    dropping.callback(self._drop_here, label)
 
     def _prepare(self, body: PrepareLora, deadline: Deadline) -> Prepared:
         spec, slots = body.spec, self.slots
@@ -224,9 +224,12 @@ class LoraRole(SessionFront):
             for label in (adapter_label(body.name, number) for number in body.numbers):
                 if self._staged is not None and self._staged[0] == label:
                     self._staged = None
-                self._served.pop(label, None)
                 dropping.enter_context(as_load_error(f"the engine could not drop {label}"))
-                dropping.callback(self._adapter.drop_lora, label)
+                dropping.callback(self._drop_here, label)
+
+    def _drop_here(self, label: str) -> None:
+        self._adapter.drop_lora(label)
+        self._served.pop(label, None)  # and not before: what the engine may serve is reported when this rank reconnects
 
     def _check_base(self, label: str, spec: AdapterSpec) -> None:
         """Raise VersionError unless the engine holds the base of the adapter."""

@@ -62,7 +62,7 @@ class _AdapterPublisher(Trainer):
 
     def _check_finite(self, role: TrainerRole, wanted: Publish, deadline: Deadline) -> None:
         try:
-            check_finite(role.masters(), "the adapter")
+            check_finite(role.masters(), "the adapter", role.manifest)
         except WeightSyncError as error:
             role.release()  # nothing is armed, so nothing else would
             self._tell_others(wanted, error, deadline)

@@ -11,8 +11,9 @@ import torch
 from msgspec import structs
 
 from weightsync.errors import ConfigurationError
+from weightsync.model import Manifest
 from weightsync.model.lora import PREFIX, LoraConfig, lora_modules
-from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name
+from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name, dtype_name, torch_dtype
 
 _MATRIX = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.([^.]+))?(?:\.weight)?")
 _STACKED = 32 << 20  # bytes of matrices whose numbers are looked at together, in a copy
@@ -102,14 +103,15 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_finite(shards: Sequence[Shard], what: str) -> None:
-    """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite."""
-    alike = defaultdict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]](list)
+def check_finite(shards: Sequence[Shard], what: str, manifest: Manifest) -> None:
+    """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite in the dtype of ``manifest``."""
+    kinds = {spec.name: torch_dtype(spec.dtype) for spec in manifest}
+    alike = defaultdict[tuple[torch.device, torch.dtype, torch.Size, torch.dtype], list[torch.Tensor]](list)
     for shard in shards:
-        alike[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape].append(shard.tensor)
+        alike[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape, kinds[shard.name]].append(shard.tensor)
     # In few launches, because an adapter of experts has 18,000 matrices: one for each takes ten times as long.
-    steps = ((same, max(_STACKED // max(same[0].nbytes, 1), 1)) for same in alike.values())
-    parts = (same[first : first + step] for same, step in steps for first in range(0, len(same), step))
-    if not all([torch.stack(part).isfinite().all() for part in parts]):
-        wrong = [shard.name for shard in shards if not bool(torch.isfinite(shard.tensor).all())]
-        raise ConfigurationError(f"{what} is not published: {wrong[0]} holds NaN or infinity")
+    steps = ((same, max(_STACKED // max(same[0].nbytes, 1), 1), key[-1]) for key, same in alike.items())
+    parts = ((same[first : first + step], dtype) for same, step, dtype in steps for first in range(0, len(same), step))
+    if not all([torch.stack(part).to(dtype).isfinite().all() for part, dtype in parts]):
+        wrong = [shard.name for shard in shards if not bool(shard.tensor.to(kinds[shard.name]).isfinite().all())]
+        raise ConfigurationError(f"{what} is not published: {wrong[0]} holds NaN or infinity as {dtype_name(kinds[wrong[0]])}")

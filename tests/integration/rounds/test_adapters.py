@@ -552,6 +552,22 @@ def test_what_could_not_be_dropped_is_known_again_when_its_rank_reconnects(monke
             assert not fleet.modules[0].loras()
 
 
+def test_an_adapter_that_could_not_be_refused_is_refused_before_the_engine_serves_again(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten, and served with the next base."""
+    fleet = made(on_base_update="refuse")
+    fleet.adapters.publish("alice/math", 1)
+    own = fleet.modules[0].drop_lora
+    with monkeypatch.context() as patched:
+        patched.setattr(fleet.modules[0], "drop_lora", lambda label: 1 / 0)
+        assert fleet.trainer.publish(1).missed
+        patched.setattr(fleet.modules[0], "drop_lora", own)
+        assert not fleet.trainer.publish(2).missed
+    with pytest.raises(VersionError, match="does not serve alice/math"):
+        fleet.answer("alice/math")
+
+
 def test_what_overflows_as_it_is_converted_is_not_published(made: Made) -> None:
     fleet = made(dtype=torch.float16)
     fleet.tensors["0.lora_B.weight"][3, 1] = 1e5

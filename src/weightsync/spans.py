@@ -184,7 +184,7 @@ class _Timed:
     def __enter__(self) -> None:
         self._ranges = _nvtx()
         if self._ranges is not None:
-            self._ranges.range_push(f"weightsync.{self._name}")
+            self._ranges.range_push(f"weightsync: {self._name}")
         self._started = now()
 
     def __exit__(self, *_: object) -> None:

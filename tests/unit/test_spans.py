@@ -36,4 +36,4 @@ def test_spans_are_ranges_of_nvidias_profilers_where_a_gpu_is_used(monkeypatch: 
         """Nobody asked for it."""
     with recording(SpanRecorder()), span("read"), pytest.raises(ValueError), span("digest"):
         raise ValueError
-    assert ranges == ["weightsync.read", "weightsync.digest", "end", "end"]
+    assert ranges == ["weightsync: read", "weightsync: digest", "end", "end"]

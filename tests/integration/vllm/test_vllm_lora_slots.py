@@ -52,3 +52,29 @@ def test_a_version_that_one_rank_only_registered_is_dropped_on_all(registered: i
     for rank in owner.ranks:
         rank.drop(LABEL)
     assert [list(rank.labels()) for rank in owner.ranks] == [[], []]
+
+
+def test_what_could_not_be_freed_is_freed_by_its_number_with_the_next_call() -> None:
+    from weightsync.engines.vllm.served_loras import ServedLoras
+
+    freed: list[tuple[str, int]] = []
+
+    async def ask(method: str, args: tuple[str, int]) -> None:
+        freed.append(args)
+        if len(freed) == 1:
+            raise RuntimeError("a worker did not answer")
+
+    async def add(request: Any) -> None:
+        """Take it."""
+
+    async def served() -> None:
+        loras = ServedLoras(SimpleNamespace(generate=None, encode=None, collective_rpc=ask, add_lora=add))
+        await loras.add(LABEL)
+        with pytest.raises(RuntimeError):
+            await loras.drop(LABEL)
+        assert not loras.requests
+        await loras.drop(LABEL)
+
+    asyncio.run(served())
+    assert freed[0] == freed[1]
+    assert freed[0][1] > 0

@@ -88,9 +88,11 @@ class ServedLoras:
             self.requests[name] = self.live[newest]
 
     async def _free(self, label: str) -> None:
-        request = self._dropped.pop(label, None)
+        request = self._dropped.get(label)
         del self._uses[label]
         await self._engine.collective_rpc(DROP_LORA, args=(label, 0 if request is None else request.lora_int_id))
+        if self._dropped.get(label) is request:  # only now: after a failure the next call frees it by its number
+            self._dropped.pop(label, None)
 
 
 def served_loras(engine: Any) -> ServedLoras | None:  # noqa: ANN401 - vLLM's

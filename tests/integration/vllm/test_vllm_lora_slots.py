@@ -44,7 +44,7 @@ def test_a_version_that_one_rank_only_registered_is_dropped_on_all(registered: i
 
     owner = Owner()
     for controls in (owner, None):
-        rank = object.__new__(WorkerLoras)
+        rank: Any = object.__new__(WorkerLoras)
         rank._held, rank._registered, rank._controls = {}, set(), controls
         rank._held[LABEL] = SimpleNamespace(model=torch.nn.Module(), unread=None)
         owner.ranks.append(rank)

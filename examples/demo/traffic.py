@@ -61,8 +61,8 @@ class Traffic:
     def __init__(self, urls: Mapping[str, str], prompts: Sequence[str], probes: Sequence[str]) -> None:
         self._urls = dict(urls)
         self._prompts, self._probes = list(prompts), list(probes)
-        # Replicas close a connection that is idle for 5 s. One that is used in that moment would be lost.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+        # Idle connections stay open on both sides: httpcore may close one that expires as a request is about to use it.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
         self._client = httpx.AsyncClient(timeout=_HTTP_SECONDS, trust_env=False, limits=limits)
         self._workers: dict[str, list[asyncio.Task[None]]] = {}
         self._stopping = asyncio.Event()

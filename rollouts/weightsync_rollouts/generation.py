@@ -128,7 +128,7 @@ class _Http:
         self._http = httpx.AsyncClient(
             headers=bearer(token),
             timeout=httpx.Timeout(_CONNECT_SECONDS, read=_READ_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=httpx.Limits(max_connections=None),  # of more than it may keep, httpcore closes one that is about to be used
             trust_env=False,
             follow_redirects=False,
         )

@@ -46,7 +46,7 @@ _POLITE_SECONDS = {"transformers": 5.0, "vllm": 20.0}  # vLLM's processes free s
 _RECOVERY_SECONDS = 180.0
 _LOG_WIDTH = 120  # where output is not a terminal, tables need not be narrow
 _QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-# glibc keeps an arena for each of many threads, and serves ever larger blocks from them: short buffers between adapters leave holes.
+# glibc keeps many arenas, and serves ever larger blocks from them: short buffers between long-lived adapters leave holes.
 _STEADY_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 

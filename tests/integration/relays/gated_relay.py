@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import weightsync.server.server
+import weightsync.trainer.relay  # noqa: F401 - both before the fork: it takes seconds
 from weightsync import failpoints
 from weightsync.cli.relay import relay
 

@@ -46,6 +46,8 @@ _POLITE_SECONDS = {"transformers": 5.0, "vllm": 20.0}  # vLLM's processes free s
 _RECOVERY_SECONDS = 180.0
 _LOG_WIDTH = 120  # where output is not a terminal, tables need not be narrow
 _QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# glibc would serve ever larger blocks from its heap, where short buffers between long-lived adapters leave holes.
+_STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 class _Demo:
@@ -471,7 +473,7 @@ async def _perform(settings: Settings, console: Console) -> Outcome | None:
         environment["WEIGHTSYNC_TOKEN"] = token.reveal()
     if settings.store is not None:
         environment["WEIGHTSYNC_STORE"] = settings.store
-    async with Family({**environment, **_QUIET}, _POLITE_SECONDS[settings.engine]) as family:
+    async with Family({**environment, **_QUIET, **_STEADY_MEMORY}, _POLITE_SECONDS[settings.engine]) as family:
         demo = _Demo(settings, console, family, token)
         try:
             with demo.supervisor:

@@ -87,7 +87,7 @@ class Membership:
                     f"{rank.member} reports {hello.world_size} trainer ranks, but {other.member} reports {theirs.world_size}: "
                     "is a second trainer running?"
                 )
-            if (theirs.window_bytes, theirs.windows) != (hello.window_bytes, hello.windows):
+            if theirs.windows != hello.windows:
                 raise MembershipError(f"{rank.member} and {other.member} of the trainer do not publish the same kind of stream")
             if theirs.rank == hello.rank:
                 raise MembershipError(f"{rank.member} and {other.member} are both rank {hello.rank} of the trainer")

@@ -392,15 +392,17 @@ class EngineSession:
         """Let the engine rebuild what it derives from its weights: all bytes of ``version`` are in place and verified."""
         self.require("written")
         self.latest = version
-        self._calls.finish(version)
+        with OnFailure(self._invalidate):  # it may have rebuilt a part, and nothing is rebuilt twice
+            self._calls.finish(version)
 
     def commit(self, version: Version) -> None:
         """Drop caches made with the old weights, and name the bytes. Comes after :meth:`finish`."""
         self.require("written")
-        self._calls.wake_cache()
-        if (stale := self._calls.flush()) is not None:
-            raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
-        self._become("committed")
+        with OnFailure(self._invalidate):
+            self._calls.wake_cache()
+            if (stale := self._calls.flush()) is not None:
+                raise LoadError(f"the {stale} engine refused to drop caches made with the old weights")
+            self._become("committed")
         self.serving, self.refuted = version, None
 
     @contextmanager

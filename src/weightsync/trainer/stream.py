@@ -83,7 +83,8 @@ class StreamSample:
         return digests.tobytes()
 
 
-_HOST_WINDOW, _DEVICE_WINDOW = 256 << 20, 1 << 30
+_HOST_WINDOW, _DEVICE_WINDOW, _LEAST_WINDOW = 256 << 20, 1 << 30, 1 << 20
+_FREE_SHARE = 4  # of a GPU's free memory, windows take one part at most, unless their size was given
 _MOST_WINDOWS = 64
 _NOTHING = Manifest(())
 
@@ -93,7 +94,8 @@ class Stream:
     """What a trainer publishes that holds no model: see :meth:`weightsync.Trainer.publish_stream`.
 
     Attributes:
-        window_bytes: Bytes of a staging window; by default 256 MiB, 1 GiB on a device. A larger tensor crosses in parts.
+        window_bytes: Bytes of a staging window; by default 256 MiB. On a device by default 1 GiB, or as much as lets all windows
+            take a quarter of the memory that is free there. A larger tensor crosses in parts. Of several ranks the least counts.
         windows: Staging windows of each trainer rank, at least two, so that one is filled while another is read.
         device: The CUDA device that holds the windows; ``None`` for host memory. Tensors may be anywhere.
 
@@ -117,7 +119,10 @@ class Stream:
     @property
     def capacity(self) -> int:
         """Bytes of a window, a multiple of what tensors are aligned to."""
-        given = self.window_bytes or (_HOST_WINDOW if self.device is None else _DEVICE_WINDOW)
+        given = self.window_bytes or _HOST_WINDOW
+        if self.device is not None and self.window_bytes is None:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            given = min(_DEVICE_WINDOW, max(_LEAST_WINDOW, free // _FREE_SHARE // self.windows))
         return -(-given // ALIGNMENT) * ALIGNMENT
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.integration.megatron.megatron_cases import Case
+from tests.processes import ChildProcess
 
 __all__ = ["Ranks"]
 
-ROOT = Path(__file__).parents[3]
+_SECONDS = 300.0
+"""For an answer: the ranks import Megatron, and compile."""
 
 
 class Ranks:
@@ -23,7 +21,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "log"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ChildProcess | None = None
         self._busy = False
 
     def begin(self, case: Case, folder: Path) -> None:
@@ -35,28 +33,22 @@ class Ranks:
         self.write(json.dumps([asdict(case), str(folder)]))
 
     def _start(self) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("WEIGHTSYNC_")}
-        environment |= {"WEIGHTSYNC_PORT": "0", "PYTHONWARNINGS": "ignore"}  # Megatron warns of all that is not installed
         with self._log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.megatron.megatron_ranks"],
-                cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
-                start_new_session=True,
+            self._process = ChildProcess(
+                "-m", "tests.integration.megatron.megatron_ranks", stderr=errors.fileno(), without=("WEIGHTSYNC_",),
+                environment={"WEIGHTSYNC_PORT": "0", "PYTHONWARNINGS": "ignore"},  # Megatron warns of all that is not installed
             )  # fmt: skip
         self.read("ready")
 
     def write(self, line: str) -> None:
         assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        self._process.write(line)
 
     def read(self, key: str) -> Any:
         assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        said = json.loads(line) if line else {}
-        assert key in said, f"{said}\n{self._log.read_text()[-4000:]}"
-        return said
+        answer = json.loads(self._process.line(_SECONDS))
+        assert key in answer, f"{answer}\n{self._log.read_text()[-4000:]}"
+        return answer
 
     def end(self) -> None:
         """All ranks of the case have ended well."""
@@ -66,9 +58,7 @@ class Ranks:
     def close(self) -> None:
         if self._process is None:
             return
-        if self._busy:
-            os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            if not self._busy:
+                self._process.end()
         self._process, self._busy = None, False

@@ -24,8 +24,10 @@ def test_ranks_whose_tensors_have_drifted_apart_publish_no_mixture() -> None:
     with ExitStack() as owned:
         server = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0)))
         where, token = server.url, server.token
+        sizes = (4096, 8192)  # of which the smaller counts
         trainers = [
-            owned.enter_context(Trainer(Stream(window_bytes=4096), where, token=token, rank=rank, world_size=2)) for rank in (0, 1)
+            owned.enter_context(Trainer(Stream(window_bytes=nbytes), where, token=token, rank=rank, world_size=2))
+            for rank, nbytes in enumerate(sizes)
         ]
         engine = owned.enter_context(Engine(ModuleAdapter(module), "engine", where, token=token))
         pool = owned.enter_context(ThreadPoolExecutor(2))

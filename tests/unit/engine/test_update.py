@@ -17,7 +17,7 @@ from weightsync.engine.engine_role import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, LayoutError, LoadError, ProtocolError
 from weightsync.model import Manifest, PauseMode, Version, fold
-from weightsync.protocol.messages import Move, Pause, Place, Placed, PlanSlice, Prepare, Quarantine, Resume, Update, Updated
+from weightsync.protocol.messages import Commit, Move, Pause, Place, Placed, PlanSlice, Prepare, Quarantine, Resume, Update, Updated
 from weightsync.publishing.publication import ReaderAccess
 from weightsync.tensors.shards import Shard, shard
 from weightsync.trainer.trainer_role import TrainerRole
@@ -148,6 +148,9 @@ def test_an_engine_that_keeps_old_caches_is_not_resumed(stage: Stage) -> None:
         stage.update(stage.place(1))
     assert stage.adapter.said == ["pause keep", "finish", "flush"]
     assert stage.engine.session.served_version is None
+    stage.adapter.flushes = True
+    with pytest.raises(ProtocolError, match="quarantined"):  # what the engine rebuilt is not rebuilt twice
+        stage.engine.handle(Commit(stage.place(1)), SECONDS)
 
 
 def test_an_update_that_comes_too_late_does_not_commit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ManifestMismatch
+from weightsync.trainer.stream import Stream
 from weightsync.trainer.stream_plan import PlannedPart, StreamPlan
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -105,3 +106,10 @@ def test_what_cannot_be_published_is_refused() -> None:
         plan.parts(0, "w", torch.zeros(1, dtype=torch.float64))
     with pytest.raises(ConfigurationError, match="cannot be published"):
         plan.parts(0, "w", torch.zeros(1, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(("free", "nbytes"), [(100 << 30, 1 << 30), (6 << 30, 512 << 20), (1 << 20, 1 << 20)])
+def test_windows_on_a_gpu_leave_most_of_its_free_memory(free: int, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 140 << 30))
+    assert Stream(device="cuda:0").capacity == nbytes
+    assert Stream(device="cuda:0", window_bytes=3 << 30).capacity == 3 << 30

@@ -129,13 +129,13 @@ class WorkerLoras:
         """See :meth:`EngineAdapter.stage_lora`."""
         arranged, rank, dtype = self._arranged, spec.config.rank, self._config.lora_dtype
 
-        given = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
-        by_name = dict(zip(given, copied(list(given.values())), strict=True))
+        as_served = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
+        by_name = dict(zip(as_served, copied(list(as_served.values())), strict=True))
         for name, stack in arranged.stacks.items():
             modules = [arranged.modules.get(spec.name) for spec in stack]
             factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
             if set(factors) != {1.0}:
-                given[name] = by_name[name]  # first computed there
+                as_served[name] = by_name[name]  # first computed there
                 parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
                 for part, factor in parts:
                     part.mul_(factor)
@@ -158,7 +158,7 @@ class WorkerLoras:
                 arranged.slots = str(error)
         slots = arranged.slots
         unread = (
-            None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(given))
+            None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(as_served))
         )  # of the copies only what is scaled
         self._held[label] = _HeldModel(model, unread)
         return slots if isinstance(slots, str) else ""

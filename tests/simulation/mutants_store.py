@@ -13,6 +13,7 @@ import numpy as np
 from tests.simulation.installation import replaced
 from tests.simulation.object_store import SIGNED_BODY, STORE_URL
 
+from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.stored_versions import StoredVersions
 from weightsync.engine.engine_role import EngineRole
 from weightsync.model.stored import StoredObject
@@ -65,10 +66,24 @@ def _stored_too_early() -> AbstractContextManager[None]:
     return replaced((StoredVersions, "_signed", early))
 
 
+def _left_alone() -> AbstractContextManager[None]:
+    leave = Coordinator.leave
+
+    def broken(coordinator: Coordinator, *rest: Any, **named: Any) -> None:
+        coordinator._seed_wanted = lambda names=(): None  # type: ignore[method-assign]
+        try:
+            leave(coordinator, *rest, **named)
+        finally:
+            del coordinator._seed_wanted
+
+    return replaced((Coordinator, "leave", broken))
+
+
 STORE_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "what a replica reads from the store is compared with nothing": _nothing_compared,
     "a stored chain is applied with one delta left out": _delta_left_out,
     "a stored manifest is believed whoever signed it": _any_signature,
     "a version counts as stored before its manifest is": _stored_too_early,
+    "a replica that could not read from a dying trainer waits for it": _left_alone,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -85,7 +85,8 @@ bench: $(VENV)/.installed ## how far this machine is from the floor; ARGS="--jso
 
 SEEDS ?= 10000
 simulate: $(VENV)/.installed ## SEEDS=10000 random schedules with faults at every step, in virtual time; then planted bugs
-	@failed=0; for family in "--seeds $(SEEDS)" "--streams --seeds $$(($(SEEDS) / 5))" "--people --seeds $$(($(SEEDS) / 4))"; do \
+	@failed=0; for family in "--seeds $(SEEDS)" "--streams --seeds $$(($(SEEDS) / 5))" "--people --seeds $$(($(SEEDS) / 4))" \
+		"--stores --seeds $$(($(SEEDS) / 5))"; do \
 		$(BIN)/python -m tests.simulation $$family $(ARGS) || failed=1; \
 	done; exit $$failed
 

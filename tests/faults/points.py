@@ -98,6 +98,19 @@ LORA_POINTS = (
 SOURCE_POINTS = ("engine.received.place", "engine.place", "engine.placing", "engine.placed")
 """Further points of an engine rank that serves its weights to other replicas: see :mod:`tests.faults.sources`."""
 
+RELAY_POINTS = ("relay.reading", "relay.read", "relay.verified", "relay.published")
+"""Points of ``weightsync relay``, which reaches those of a trainer, too: see ``tests/integration/relays/test_relay_points.py``."""
+
+STORE_POINTS = (
+    "store.object",
+    "store.piece",
+    "store.object_written",
+    "store.manifest",
+    "store.manifest_written",
+    "store.manifests_removed",
+)
+"""Points of a trainer rank that stores its version, and of garbage collection: see ``tests/unit/store/test_crashes.py``."""
+
 UPDATE_POINTS = (
     "rank.received.joingroup",
     "updates.begin",

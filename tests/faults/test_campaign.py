@@ -172,10 +172,10 @@ def _of_a_front(prefix: str) -> set[str]:
 
 
 def test_every_point_that_code_reaches_is_one_of_them() -> None:
-    parties = ("engine", "trainer", "round")
+    parties = ("engine", "trainer", "round", "relay", "store")
     package = Path(failpoints.__file__).parent
     text = "".join(path.read_text() for path in package.rglob("*.py"))
-    named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z.]+)"\)', text))
+    named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z._]+)"\)', text))
     to_engines = (
         Prepare,
         CheckSources,
@@ -205,6 +205,8 @@ def test_every_point_that_code_reaches_is_one_of_them() -> None:
         *points.DELTA_POINTS,
         *points.AUDIT_POINTS,
         *points.LORA_POINTS,
+        *points.RELAY_POINTS,
+        *points.STORE_POINTS,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,7 @@ _MARGIN = 6.0  # seconds that trouble may still be felt after it is over
 _MOMENT = 0.2  # for frames that are under way
 _LONGEST = 120.0
 _BETWEEN_LOOKS = 2.5  # at what replicas serve
+_SOURCES = {"trainer": "the trainer", "store": "the store"}
 _LEFT_OUT = ("lost", "refused")
 _ROOMY = 10.0  # a round of so many seconds has time for everybody who is well
 _SERVER = ServerSettings(state_dir="off")
@@ -54,13 +56,15 @@ class CoordinatorProcess(Process):
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
-        self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None))
+        self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None), world.store_key)
         self.coordinator._audits.least_seconds = _BETWEEN_LOOKS
         self.coordinator._audits.stagger = lambda: 1.0
         self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
         """The whole service, where somebody may send it requests."""
         self.sockets = AgentSockets(self.coordinator, _SERVER) if self.service is None else self.service._agents
         self.started = world.loop.time()
+        self.ready = asyncio.Event()
+        """It takes connections."""
         self._round = (0.0, 0.0, False)
         self._limit = self._until = 0.0
         self._expected: set[str] = set()
@@ -74,6 +78,7 @@ class CoordinatorProcess(Process):
         self.coordinator._feed.emit = self.coordinator._audits._emit = spy  # type: ignore[method-assign]
         self._known: set[str] = set()
         self._count_what_events_do_not_tell()
+        world.begin(self)
 
     def _count_what_events_do_not_tell(self) -> None:
         coordinator, seen = self.coordinator, self.world.seen
@@ -110,7 +115,14 @@ class CoordinatorProcess(Process):
     def accept(self, wire: Wire) -> None:
         """A connection comes in."""
         self.wires.append(wire)
-        self.spawn(self.sockets.endpoint(cast("Any", wire.socket)))
+        self.spawn(self._serve(wire))
+
+    async def _serve(self, wire: Wire) -> None:
+        await self.ready.wait()
+        if not self.alive:
+            wire.close("server")
+            return
+        await self.sockets.endpoint(cast("Any", wire.socket))
 
     async def request(self, method: str, path: str, body: bytes) -> int:
         """Send the service a request with a worker's token, past h11 and its sockets; the status of its answer, 0 without one."""
@@ -175,7 +187,7 @@ class CoordinatorProcess(Process):
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
             case ReplicaEnded(result=result) if result.error is None:
                 seen[f"delivery {result.delivery}"] += 1
-                fed = f"fed by {'the trainer' if result.source == 'trainer' else 'a replica'}"
+                fed = f"fed by {_SOURCES.get(result.source, 'a replica')}"
                 seen[f"{fed}{' while seeding' if self._round[2] else ''}"] += 1
                 seen[f"verified {result.verified}"] += 1
                 seen["updated by changes"] += result.base is not None
@@ -224,7 +236,7 @@ class CoordinatorProcess(Process):
         """
         world = self.world
         started, jumped, seeding = self._round
-        if world.jumped != jumped or self._limit < _ROOMY or (seeding and name is None):
+        if world.jumped != jumped or self._limit < _ROOMY or (seeding and (name is None or world.excuses(started))):
             return
         waited = error.startswith("wait: DeadlineExceeded")
         anybody = waited or (seeding and world.serving)  # perhaps there is no trainer to read from instead
@@ -237,6 +249,8 @@ class CoordinatorProcess(Process):
             return
         if any(reason in error for reason in ("is not complete", "disconnected", "went away", "not connected")):
             return
+        if "did not get its turn" in error and world.excuses(started):
+            return  # it still opens a store that hangs: nobody can abort that
         if seeding and "cannot be compared with version" in error:
             return  # its trainer changed its memory or left, and a coordinator that crashed had the digests: it waits, as promised
         world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

@@ -7,18 +7,26 @@ from tests.simulation.lora_schedule import LoraSchedule, with_adapters
 from tests.simulation.people import PeopleWorld
 from tests.simulation.people_schedule import PeopleSchedule
 from tests.simulation.schedule import Outcome, Schedule, play
+from tests.simulation.store_schedule import StoreSchedule
+from tests.simulation.store_world import StoreWorld, with_store
 from tests.simulation.threads import forget
 from tests.simulation.world import World
 
-__all__ = ["PEOPLE", "STREAMS", "run_schedule"]
+__all__ = ["PEOPLE", "STORES", "STREAMS", "run_schedule"]
 
 STREAMS = 1_000_000
 """Schedules from this seed on publish streams."""
 PEOPLE = 2_000_000
 """In schedules from this seed on, programs do what people let them do, and somebody may want harm."""
+STORES = 10_000_000
+"""In schedules from this seed on there is a store, and the trainer may be away."""
 
 
 async def _run(seed: int) -> Outcome:
+    if seed >= STORES:
+        stored = StoreWorld(seed)
+        with with_store(stored):
+            return await play(stored, StoreSchedule(stored, seed), seed)
     if seed >= PEOPLE:
         people = PeopleWorld(seed)
         return await play(people, PeopleSchedule(people, seed), seed)

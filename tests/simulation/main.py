@@ -19,16 +19,20 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.simulation.families import PEOPLE, STREAMS, run_schedule
+from tests.faults.points import STORE_POINTS
+from tests.simulation.families import PEOPLE, STORES, STREAMS, run_schedule
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.fleet import run_fleet
 from tests.simulation.lora_schedule import LORA_FAULTS, LORA_STATES, with_adapters
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutants_loras import LORA_MUTANTS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
+from tests.simulation.mutants_store import STORE_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
+from tests.simulation.object_store import STORE_FAULTS
 from tests.simulation.people_schedule import PEOPLE_ACTIONS, PEOPLE_STATES
 from tests.simulation.schedule import Outcome
+from tests.simulation.store_world import STORE_STATES
 
 __all__ = ["census", "hunt", "main", "run_all", "run_many"]
 
@@ -105,7 +109,7 @@ def run_many(seeds: Iterable[int]) -> Outcome:
 
 def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int | None, str]:
     """Run schedules with a mutant until one notices it: its name, the number of schedules (``None``: not noticed), by what."""
-    first += STREAMS if name in STREAM_MUTANTS else PEOPLE if name in PEOPLE_MUTANTS else 0
+    first += STREAMS if name in STREAM_MUTANTS else PEOPLE if name in PEOPLE_MUTANTS else STORES if name in STORE_MUTANTS else 0
     seeds: Iterable[int] = range(first, first + most)
     if name in LORA_MUTANTS:
         seeds = itertools.islice(filter(with_adapters, itertools.count(first)), most)
@@ -121,8 +125,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def census(total: Outcome, *, streams: bool = False, people: bool = False) -> list[str]:
+def census(total: Outcome, *, streams: bool = False, people: bool = False, stores: bool = False) -> list[str]:
     """What should have occurred and did not."""
+    if stores:
+        struck = {name.rpartition(" in ")[2] for name in total.injected}
+        missing = [name for name in STORE_FAULTS if not total.injected[name]] + [
+            name for name in STORE_POINTS if name not in struck
+        ]
+        return missing + [name for name in STORE_STATES if not total.seen[name]]
     if streams:
         return [name for name in STREAM_FAULTS if not total.injected[name]]
     if people:
@@ -185,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
     parser.add_argument("--people", action="store_true", help=f"schedules of people and thieves: their seeds begin at {PEOPLE:,}")
+    parser.add_argument("--stores", action="store_true", help=f"schedules with a store: their seeds begin at {STORES:,}")
     parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
     parser.add_argument("--fleet", type=int, metavar="RANKS", help="one rolling round of so many engine ranks instead")
     parser.add_argument("--failing", type=float, default=0.01, metavar="SHARE", help="of the fleet's hosts (default: %(default)s)")
@@ -193,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fleet(given.fleet, given.failing))
     if given.seed is not None:
         sys.exit(_one(given.seed))
-    first = given.first + (STREAMS if given.streams else PEOPLE if given.people else 0)
+    first = given.first + (STREAMS if given.streams else PEOPLE if given.people else STORES if given.stores else 0)
     sys.exit(_campaign(range(first, first + given.seeds), given.processes, not given.no_mutants))
 
 
@@ -205,22 +216,24 @@ def _fleet(ranks: int, failing: float) -> int:
 
 
 def _campaign(seeds: range, processes: int, mutants: bool) -> int:
-    people = seeds.start >= PEOPLE
-    streams = seeds.start >= STREAMS and not people
+    stores = seeds.start >= STORES
+    people = seeds.start >= PEOPLE and not stores
+    streams = STREAMS <= seeds.start < PEOPLE
     started = time.monotonic()
     total = run_all(seeds, processes)
     seconds = time.monotonic() - started
     caught: list[tuple[str, int | None, str]] = []
     if mutants:
         with _pool(processes) as pool:
-            others = MUTANTS.keys() - STREAM_MUTANTS.keys() - PEOPLE_MUTANTS.keys()
-            caught = list(pool.map(hunt, STREAM_MUTANTS if streams else PEOPLE_MUTANTS if people else others))
+            others = MUTANTS.keys() - STREAM_MUTANTS.keys() - PEOPLE_MUTANTS.keys() - STORE_MUTANTS.keys()
+            planted = STREAM_MUTANTS if streams else PEOPLE_MUTANTS if people else STORE_MUTANTS if stores else others
+            caught = list(pool.map(hunt, planted))
     _print_census(total)
     if caught:
         print("mutants:")
         for name, count, what in caught:
             print(f"  {name}: " + (f"caught by schedule {count}: {what[:90]}" if count else "NOT CAUGHT"))
-    missing = census(total, streams=streams, people=people) if len(seeds) >= _ENOUGH_FOR_ALL else []
+    missing = census(total, streams=streams, people=people, stores=stores) if len(seeds) >= _ENOUGH_FOR_ALL else []
     for name in missing:
         print(f"never occurred: {name}")
     _report(total.failed)

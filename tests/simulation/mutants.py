@@ -18,6 +18,7 @@ from tests.simulation.mutants_loras import LORA_MUTANTS
 from tests.simulation.mutants_of_calls import MUTANTS_OF_CALLS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
 from tests.simulation.mutants_publication import PUBLICATION_MUTANTS
+from tests.simulation.mutants_store import STORE_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.transfer import SimulatedReader
 
@@ -324,5 +325,6 @@ MUTANTS: dict[str, Mutant] = {
     **MUTANTS_OF_CALLS,
     **STREAM_MUTANTS,
     **PEOPLE_MUTANTS,
+    **STORE_MUTANTS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

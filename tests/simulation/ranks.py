@@ -280,7 +280,7 @@ class EngineProcess(Agent):
         handover = _Handover(None, _HANDOVER_SECONDS) if kind == "receiver" else None
         role = EngineRole(
             handover or self._make_adapter(direct),
-            [self.world.scheme],
+            self.world.schemes,
             self.host,
             progress=self._progress,
             report=self._report,

@@ -30,6 +30,10 @@ QUICK = {
     "digests of a stream are not compared": ("mislabelled", "torn"),
     "an iterator is left when its stream fails": ("undrained",),
     "parameters that moved before the pause are not followed": ("mislabelled",),
+    "what a replica reads from the store is compared with nothing": ("mislabelled", "torn"),
+    "a stored chain is applied with one delta left out": ("stuck", "infected"),
+    "a stored manifest is believed whoever signed it": ("mislabelled", "stuck"),
+    "a version counts as stored before its manifest is": ("stuck",),
     "a worker's token admits to operators' actions": ("mislabelled", "stuck"),
 }
 

@@ -318,6 +318,10 @@ class SimpleQueue(_Waiters, Generic[T]):
         self._items.append(item)
         self._notify()
 
+    def empty(self) -> bool:
+        """Whether there is none."""
+        return not self._items
+
     def get(self) -> T:
         """The oldest, when there is one."""
         while not self._items:

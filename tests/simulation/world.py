@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.faults.points import LORA_POINTS, STREAM_POINTS
+from tests.faults.points import LORA_POINTS, STORE_POINTS, STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
 from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, SOURCE_LIE, Pending
@@ -20,6 +20,8 @@ from tests.simulation.transfer import Simulated
 from tests.simulation.weights import SPARSE
 
 from weightsync.model import Version
+from weightsync.store.signing import SigningKey
+from weightsync.transports.base import Transport
 
 if TYPE_CHECKING:
     from tests.simulation.network import Wire
@@ -29,7 +31,7 @@ __all__ = ["World", "running_process"]
 running_process: ContextVar[Process | None] = ContextVar("process", default=None)
 _MOST_VIOLATIONS = 20
 _UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
-_REACHED = GATES | {*STREAM_POINTS, *LORA_POINTS}
+_REACHED = GATES | {*STREAM_POINTS, *LORA_POINTS, *STORE_POINTS}
 _BACK = 4.0  # seconds in which a connection that was lost has mostly come back
 
 
@@ -60,6 +62,8 @@ class World:
         self.key = self.random.randbytes(32)
         self.threads = Threads(self.loop, running_process.get)
         self.scheme = Simulated(self)
+        self.schemes: list[Transport] = [self.scheme]
+        """By which engines read."""
         self.wires: list[Wire] = []
         self.open_sources = 0
         self.numbers: set[int] = {-1}
@@ -163,6 +167,19 @@ class World:
     def meaning(self, version: Version, content: int | None) -> int | None:
         """What a rank holds that takes ``version`` for its label, and holds ``content``."""
         return version.number
+
+    # A store, where there is one.
+
+    store_key: Callable[[], SigningKey] | None = None
+    """Makes the run's key."""
+
+    def begin(self, coordinator: CoordinatorProcess) -> None:
+        """A coordinator was started: let it take connections, at once or later."""
+        coordinator.ready.set()
+
+    def excuses(self, started: float) -> bool:
+        """Whether a replica that is seeded since ``started`` may fail by something that is no process."""
+        return False
 
     # Starting and ending processes.
 

@@ -168,6 +168,8 @@ class Coordinator:
             self.attendance.changed()
             if isinstance(node.rank, TrainerRank):
                 self._preparing.trainer_left()
+                # A read from this trainer that failed before anybody knew why is not repeated by itself. The store may have it.
+                self._seed_wanted(replica.name for replica in self._members.replicas.values() if replica.version is None)
             else:
                 self.loras.replica_left(node.rank.hello.name)
 

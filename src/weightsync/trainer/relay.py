@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from weightsync import failpoints
 from weightsync.closing import Closeable
 from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
@@ -88,6 +89,7 @@ class _StoredState(ShardedState):
         """Have this version in memory, verified against its digests. Raises what :meth:`KeptRegion.update` raises."""
         for rank, region in self._regions.items():
             region.update(stored.stored.ranks[rank].chain, deadline)
+            failpoints.reached("relay.read")
         digests = np.zeros(len(self._layout), np.uint64)
         digest_rows(self._manifest, self._layout, self._addresses, 0, len(digests), digests)
         try:
@@ -220,8 +222,10 @@ class Relay(Closeable):
         if state is None or state.form != _form(stored):
             state = _StoredState(self._store, stored)
         if not state.holds(stored):
+            failpoints.reached("relay.reading")
             _log.info("reading version %s: %d objects, less those in memory", stored.version, len(stored.objects))
             state.update(stored, Deadline(self._timeout))
+            failpoints.reached("relay.verified")
         self._state, self._stored = state, stored
         if newest is None and failure is not None:
             raise failure
@@ -252,6 +256,7 @@ class Relay(Closeable):
         if trainer.version != version:
             raise VerificationError(f"version {trainer.version} was published with other digests than version {version} has")
         self._published = this
+        failpoints.reached("relay.published")
 
     def close(self) -> None:
         """Leave the coordinator. Replicas keep what they have. Safe twice, and from another thread."""

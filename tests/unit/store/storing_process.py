@@ -19,14 +19,6 @@ from weightsync.store.signing import SigningKey
 from weightsync.store.writer import StoreWriter
 
 SECONDS = 60.0
-POINTS = (
-    "store.object",
-    "store.piece",
-    "store.object_written",
-    "store.manifest",
-    "store.manifest_written",
-    "store.manifests_removed",
-)
 
 
 class Signing:

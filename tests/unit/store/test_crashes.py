@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.faults.points import STORE_POINTS
 from tests.unit.store.stored import RUN, StoringTrainer, change, large_state, small_state
-from tests.unit.store.storing_process import POINTS, SECONDS, Signing
+from tests.unit.store.storing_process import SECONDS, Signing
 
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
@@ -57,7 +58,7 @@ def readable(folder: Path, secret: Secret, size: str) -> list[int]:
     return [number for _, number in orders(store, RUN)]
 
 
-@pytest.mark.parametrize(("point", "size"), [*((point, "small") for point in POINTS), ("store.piece", "large")])
+@pytest.mark.parametrize(("point", "size"), [*((point, "small") for point in STORE_POINTS), ("store.piece", "large")])
 def test_a_writer_may_be_killed_anywhere(tmp_path: Path, point: str, size: str) -> None:
     secret = new_secret()
     assert "ended" not in run(tmp_path, secret, size, point)

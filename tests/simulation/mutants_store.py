@@ -16,7 +16,7 @@ from tests.simulation.object_store import SIGNED_BODY, STORE_URL
 from weightsync.coordinator.coordinator import Coordinator
 from weightsync.coordinator.stored_versions import StoredVersions
 from weightsync.engine.engine_role import EngineRole
-from weightsync.model.stored import StoredObject
+from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.planning.coverage import Coverage
 from weightsync.store import catalog, region, signing
 from weightsync.store.objects import ObjectStore
@@ -27,8 +27,8 @@ __all__ = ["STORE_MUTANTS"]
 
 def _nothing_compared() -> AbstractContextManager[None]:
     def unverified(store: ObjectStore, item: StoredObject, chunk: int) -> Any:
-        begin = chunk * region.CHUNK_BYTES
-        return np.frombuffer(store.read(item.path, begin, min(begin + region.CHUNK_BYTES, item.nbytes)), np.uint8)
+        begin = chunk * CHUNK_BYTES
+        return np.frombuffer(store.read(item.path, begin, min(begin + CHUNK_BYTES, item.nbytes)), np.uint8)
 
     return replaced(
         (region, "verified_chunk", unverified),

@@ -155,7 +155,7 @@ class _Storing(TrainerProcess):
 class StoreWorld(World):
     """See the module. The trainer may be away."""
 
-    in_place = property(lambda world: False, lambda world, value: None)  # type: ignore[assignment]
+    in_place = property(lambda world: False, lambda world, value: None)
     """A version that is stored stays in host memory."""
 
     def __init__(self, seed: int) -> None:
@@ -268,7 +268,12 @@ def _in_thread(work: Callable[[], T], name: str) -> ConcurrentFuture[T]:
 def _wait(futures: tuple[ConcurrentFuture[Any], ...], timeout: float, _: str) -> None:
     """Looks like :func:`concurrent.futures.wait` for the first of some futures."""
     if not any(future.done() for future in futures):
-        threads().wait(lambda wake: [future.add_done_callback(lambda _: wake()) for future in futures] and None, timeout)
+
+        def follow(wake: Callable[[], None]) -> None:
+            for future in futures:
+                future.add_done_callback(lambda _: wake())
+
+        threads().wait(follow, timeout)
 
 
 @contextmanager

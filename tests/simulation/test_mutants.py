@@ -33,7 +33,7 @@ QUICK = {
     "what a replica reads from the store is compared with nothing": ("mislabelled", "torn"),
     "a stored chain is applied with one delta left out": ("stuck", "infected"),
     "a stored manifest is believed whoever signed it": ("mislabelled", "stuck"),
-    "a version counts as stored before its manifest is": ("stuck",),
+    "a version counts as stored before its manifest is": ("stuck", "infected"),
     "a worker's token admits to operators' actions": ("mislabelled", "stuck"),
 }
 

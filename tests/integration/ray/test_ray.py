@@ -223,6 +223,7 @@ def test_shards_reach_every_replica_and_ray_carries_none_of_it(world: World) -> 
 
 
 @pytest.mark.rare
+@pytest.mark.rare
 def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_restarts_it(world: World) -> None:
     with managed() as manager, ThreadPoolExecutor(1) as pool:
         world.add_trainer(manager)
@@ -249,6 +250,7 @@ def test_an_actor_killed_in_a_round_is_a_lost_replica_and_is_seeded_when_ray_res
         assert replicas["halves"].version == number
 
 
+@pytest.mark.rare
 @pytest.mark.rare
 def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
     port = free_port()
@@ -278,6 +280,7 @@ def test_a_coordinator_in_an_actor_survives_its_restart(world: World) -> None:
     ray.kill(coordinator)
 
 
+@pytest.mark.rare
 def test_a_replica_leaves_and_comes_back_as_another(world: World) -> None:
     with managed() as manager:
         world.add_trainer(manager)
@@ -302,6 +305,7 @@ def test_a_replica_leaves_and_comes_back_as_another(world: World) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.rare
 def test_the_token_reaches_actors_by_a_file_and_no_log(world: World, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray writes ``env_vars`` into ``runtime_env_agent.log``, which everybody on the node can read: the token was there."""
     token = generate()
@@ -325,6 +329,7 @@ def test_the_token_reaches_actors_by_a_file_and_no_log(world: World, cluster: Pa
     assert not file.parent.exists()
 
 
+@pytest.mark.rare
 def test_what_an_actor_raises_is_raised_here_and_nobody_stays_joined(world: World) -> None:
     with managed() as manager:
         with pytest.raises(ConfigurationError, match="add_trainer"):
@@ -345,6 +350,7 @@ def test_what_an_actor_raises_is_raised_here_and_nobody_stays_joined(world: Worl
             manager.add_replica("half", world.halves[0], lambda worker: worker.adapter, timeout=0.1)
 
 
+@pytest.mark.rare
 @pytest.mark.rare
 def test_a_dead_trainer_actor_is_named_at_once(world: World) -> None:
     with managed() as manager:

@@ -95,7 +95,13 @@ def same(served: torch.nn.Module, trained: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("point", [*RELAY_POINTS, *TRAINER_POINTS])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=[] if point == "relay.verified" else [pytest.mark.rare])
+        for point in (*RELAY_POINTS, *TRAINER_POINTS)
+    ],
+)
 def test_a_relay_may_end_anywhere(tmp_path: Path, point: str) -> None:
     with ExitStack() as owned:
         story = Story(tmp_path, owned)

@@ -157,9 +157,9 @@ class WorkerLoras:
             except WeightSyncError as error:
                 arranged.slots = str(error)
         slots = arranged.slots
-        unread = (
-            None if isinstance(slots, str) else partial(slots.check, digests=slots.digests(as_served))
-        )  # of the copies only what is scaled
+        unread = None
+        if not isinstance(slots, str):  # digests of what was received and verified; of the copies only where they are scaled
+            unread = partial(slots.check, digests=slots.digests(as_served))
         self._held[label] = _HeldModel(model, unread)
         return slots if isinstance(slots, str) else ""
 

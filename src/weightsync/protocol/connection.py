@@ -39,7 +39,7 @@ from weightsync.errors import (
 from weightsync.forks import Origin
 from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.calls import AnswerWatcher, Calls
-from weightsync.protocol.dial import dial
+from weightsync.protocol.dial import dial, hang_up
 from weightsync.protocol.endpoint import unreachable
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Progress, Quarantine, Welcome, decode, encode
@@ -343,7 +343,7 @@ class CoordinatorConnection(Closeable):
         if self._first.over.is_set:
             self._tell(f"rounds leave this rank out: {welcome.refusal}")
             return
-        await socket.close(CloseCode.NORMAL_CLOSURE, "its process closed it")
+        await hang_up(socket, CloseCode.NORMAL_CLOSURE, "its process closed it")
         raise from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
@@ -378,7 +378,7 @@ class CoordinatorConnection(Closeable):
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(ConnectionLost(lost))
             leaves = CloseCode.NORMAL_CLOSURE, "its process closed it"
-            await socket.close(*(leaves if self._closed else (CloseCode.INTERNAL_ERROR, "its link failed")))
+            await hang_up(socket, *(leaves if self._closed else (CloseCode.INTERNAL_ERROR, "its link failed")))
         self._lost_at = time.monotonic()
         self._note(lost)
         if self._on_lost is not None:
@@ -403,7 +403,7 @@ class CoordinatorConnection(Closeable):
                     raise ProtocolError("a text frame from the coordinator")
                 calls.feed(decode(data))
         except ProtocolError as error:
-            await socket.close(CloseCode.PROTOCOL_ERROR, str(error)[:100])
+            await hang_up(socket, CloseCode.PROTOCOL_ERROR, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
             return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)

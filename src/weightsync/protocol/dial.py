@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.client import ClientProtocol
 from websockets.datastructures import HeadersLike
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI, NegotiationError
+from websockets.frames import CloseCode
 from websockets.http11 import USER_AGENT
 from websockets.typing import Subprotocol
 
@@ -179,10 +180,18 @@ async def dial(settings: ClientSettings, hello: Hello, timeout: float) -> tuple[
                 return socket, await _greet(settings, socket, hello)
             except BaseException:
                 with contextlib.suppress(OSError, TimeoutError):
-                    await socket.close()
+                    await hang_up(socket)
                 raise
     except TimeoutError:
         raise CoordinatorUnreachable(unreachable(settings, f"no answer within {timeout:.3g} s")) from None
+
+
+async def hang_up(socket: ClientConnection, code: int = CloseCode.NORMAL_CLOSURE, why: str = "") -> None:
+    """Close ``socket``, and drop the connection if this is cancelled: nothing else would close it."""
+    try:
+        await socket.close(code, why)
+    finally:
+        socket.transport.abort()
 
 
 async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection:

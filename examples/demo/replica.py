@@ -54,7 +54,7 @@ def main(argument: str) -> int:
     ranks = LocalRanks(DisaggregatedRank(adapter))
     more = [] if token is None else weight_update_routes(WeightUpdates(ranks), token)
     app = completions_app(mine.name, generator, build_tokenizer(wish.seed), more)
-    # The client ends idle connections: one that this side closed could meet a request.
+    # Idle connections stay open, here as at the client: a request could meet one that is being closed.
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=600)
     server = uvicorn.Server(config)
     dense = wish.deltas and wish.replicas > 1 and mine.name.endswith(f"-{wish.replicas - 1}")

@@ -128,7 +128,8 @@ class _Http:
         self._http = httpx.AsyncClient(
             headers=bearer(token),
             timeout=httpx.Timeout(_CONNECT_SECONDS, read=_READ_SECONDS),
-            limits=httpx.Limits(max_connections=None),  # of more than it may keep, httpcore closes one that is about to be used
+            # No bound on idle ones: with more connections than that, httpcore may close one that a request is about to use.
+            limits=httpx.Limits(max_connections=None),
             trust_env=False,
             follow_redirects=False,
         )

@@ -155,7 +155,7 @@ class LoraRound:
 
     ``turns`` has the turn of each replica, which stages one version at a time. ``registered`` gets each replica that
     serves the version. ``source`` names the trainer in plans, ``tenant`` whose publications it takes turns with.
-    ``overwritten`` is called before the regions are.
+    ``overwritten`` is called before the publisher's memory is overwritten with the version.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class LoraRound:
         with report.phase("commit"):
             await on_all("register", limit, engines, RegisterLora(placement.version), Done)
             failpoints.reached("round.lora.registered")
-            report.replica.require_links(engines)  # one that reconnected since it answered said then what it has
+            report.replica.require_links(engines)  # one that reconnected since it answered has reported anew what it has
         report.version = placement.version
         self._registered(report.replica, placement.version, report.prepared)
 

@@ -334,7 +334,7 @@ class Loras:
         return result
 
     def _overwritten(self, source: str) -> None:
-        """What the regions of a source held is lost."""
+        """Note that the memory from which versions of ``source`` could be brought is about to hold another one."""
         for name, other in list(self._names.items()):
             if other.source == source:
                 other.overwritten()

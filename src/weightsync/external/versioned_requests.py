@@ -95,13 +95,14 @@ class VersionedRequests:
         if not wanted.allows(label, adapters := self._adapters()):
             await _refuse(send, scope, wanted, label, adapters)
             return
-        early = bool(wanted.among(adapters))
-        await self._app(scope, receive, self._watched(send, scope, wanted, label, early=early))
+        watched = self._watched(send, scope, wanted, label, of_adapter=bool(wanted.among(adapters)))
+        await self._app(scope, receive, watched)
 
-    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None, *, early: bool) -> Send:
+    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None, *, of_adapter: bool) -> Send:
         """Add the version to the answer. Let nothing out that a version may have generated which is not wanted.
 
-        ``early``: an adapter is wanted. Servers begin to stream an answer before they look its name up (SGLang does).
+        ``of_adapter``: a version of an adapter is wanted. Then the headers wait for the first part of the body, because a server
+        may send them before it looks the adapter's name up (SGLang does).
         """
         begun, refused = False, False
         start: Message | None = None
@@ -111,7 +112,7 @@ class VersionedRequests:
             nonlocal adapters, begun, refused, start
             if refused:
                 return
-            if early and start is None and message["type"] == "http.response.start":
+            if of_adapter and start is None and message["type"] == "http.response.start":
                 start = message
                 return
             now = self._label()

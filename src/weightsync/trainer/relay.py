@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-import numpy as np
 import torch
 from msgspec import structs
 
@@ -34,7 +33,7 @@ from weightsync.store.catalog import load, orders
 from weightsync.store.objects import ObjectStore
 from weightsync.store.region import KeptRegion
 from weightsync.store.signing import StoredVersion
-from weightsync.tensors.digest import digest_rows
+from weightsync.tensors.copies import digest_memory
 from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard, ShardedState, torch_dtype
 from weightsync.trainer.trainer import Trainer
@@ -90,8 +89,7 @@ class _StoredState(ShardedState):
         for rank, region in self._regions.items():
             region.update(stored.stored.ranks[rank].chain, deadline)
             failpoints.reached("relay.read")
-        digests = np.zeros(len(self._layout), np.uint64)
-        digest_rows(self._manifest, self._layout, self._addresses, 0, len(digests), digests)
+        digests = digest_memory(self._manifest, self._layout, self._addresses)
         try:
             self._coverage.check({"relay": digests}, stored.digests)
         except VerificationError:

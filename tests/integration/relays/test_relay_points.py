@@ -83,7 +83,7 @@ class _Output:
 
     def line(self, part: str) -> None:
         while part not in (line := self._file.readline()):
-            assert line, f"it ended, and never said {part!r}"
+            assert line, f"it ended without printing {part!r}"
 
     def rest(self) -> str:
         return self._file.read()

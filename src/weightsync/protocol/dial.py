@@ -190,8 +190,9 @@ async def hang_up(socket: ClientConnection, code: int = CloseCode.NORMAL_CLOSURE
     """Close ``socket``, and drop the connection if this is cancelled: nothing else would close it."""
     try:
         await socket.close(code, why)
-    finally:
+    except asyncio.CancelledError:
         socket.transport.abort()
+        raise
 
 
 async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection:

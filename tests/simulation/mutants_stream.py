@@ -11,7 +11,7 @@ from tests.simulation.installation import replaced
 from weightsync.coordinator import stream_round
 from weightsync.coordinator.stream_round import WindowFlow
 from weightsync.deadline import Deadline
-from weightsync.trainer.stream import StreamedPublication, _checked
+from weightsync.trainer.stream import StreamedPublication, stream_item
 
 __all__ = ["STREAM_MUTANTS"]
 
@@ -31,7 +31,7 @@ def _digests_not_compared() -> AbstractContextManager[None]:
 def _iterator_left() -> AbstractContextManager[None]:
     def broken(publication: StreamedPublication, tensors: Iterable[tuple[str, torch.Tensor]], deadline: Deadline) -> None:
         for item in tensors:
-            publication._take(*_checked(item), deadline)
+            publication._take(*stream_item(item), deadline)
         publication._finish(deadline)
 
     return replaced((StreamedPublication, "drain", broken))

@@ -38,7 +38,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (at % 2)) for at, name in enumerate(QUICK)])
 def test_a_planted_bug_is_noticed(name: str) -> None:
     _, schedules, what = hunt(name, most=150)
     assert schedules is not None, f"{name} was not noticed"

@@ -221,8 +221,8 @@ class Membership:
         """Why a replica cannot take part in streams, or a receiver in anything else."""
         if not self.streams:
             return (
-                "ManifestMismatch: it takes the tensors of a stream, and this trainer publishes a module: give it an adapter with "
-                "a manifest, or make the trainer with a weightsync.Stream"
+                "ManifestMismatch: it takes the tensors of a stream, and this trainer publishes shards: give it an adapter with "
+                "a manifest, or make the trainer with a weightsync.Stream, without deltas"
             )
         direct = [member for member, link in replica.members().items() if link.rank.hello.delivery == "direct"]
         return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec
 
 from weightsync.errors import Aborted
+from weightsync.outcome import Latch, Outcome
+from weightsync.protocol.messages import RoundResult
 
 P = ParamSpec("P")
 
@@ -19,6 +22,17 @@ def wait_until_free(lock: threading.RLock, timeout: float) -> None:
     """Wait until no other thread holds ``lock``, at most ``timeout`` seconds."""
     if lock.acquire(timeout=timeout):
         lock.release()
+
+
+def complete(future: Future[RoundResult], asked: Outcome[RoundResult], placing: Latch) -> None:
+    """The round is over: end the wait for the copy, and complete the caller's ``future`` with what ``asked`` brought."""
+    placing.set()
+    if not future.set_running_or_notify_cancel():
+        return
+    if asked.error is not None:
+        future.set_exception(asked.error)
+    else:
+        future.set_result(asked.result())
 
 
 class Background:

@@ -207,7 +207,7 @@ class StreamedPublication:
                 failpoints.reached("trainer.streaming")
                 if self._error is None:
                     try:
-                        self._add(*_checked(item), deadline)
+                        self._add(*stream_item(item), deadline)
                     except Exception as error:  # noqa: BLE001 - raised when the iterator has been drained
                         failure = error if self.stop(error) else None
                 del item  # its memory is needed for the next one
@@ -397,8 +397,8 @@ class StreamRole(Publication):
         self.epoch = 0
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self._rank, self._world_size = rank, world_size
-        self._dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
-        self._formats = None if formats is None else StreamFormats(formats, self._dtype)
+        self.dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
+        self.formats = None if formats is None else StreamFormats(formats, self.dtype)
         self.highest = -1
         """The highest number under which windows were placed."""
         self._stamps = 0
@@ -432,10 +432,10 @@ class StreamRole(Publication):
         self._stamps += 1
         plan, self._plan = self._plan, None
         publication = StreamedPublication(
-            self._memory, self.window_bytes, self._rank, self._world_size, self._dtype, self._stamps, plan, self._formats
+            self._memory, self.window_bytes, self._rank, self._world_size, self.dtype, self._stamps, plan, self.formats
         )
-        if self._formats is not None:
-            self._formats.begin()
+        if self.formats is not None:
+            self.formats.begin()
         with self.region.placing(self._stamps):
             pass  # windows change while it is readable; a reader of one that changes is not in the round any more
         with self._lock:
@@ -479,7 +479,7 @@ class StreamRole(Publication):
         super().close()
 
 
-def _checked(item: object) -> tuple[str, torch.Tensor]:
+def stream_item(item: object) -> tuple[str, torch.Tensor]:
     """Name and tensor of an item of a stream.
 
     Raises:

@@ -13,7 +13,8 @@ from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.formats import FORMATS, Format
 from weightsync.tensors.quantization import ChooseFormats, QuantizedShards, fused_group, not_finite
-from weightsync.tensors.shards import DTypes, Shard, dtype_name, published_dtype, torch_dtype
+from weightsync.tensors.shards import DTypes, Shard, torch_dtype
+from weightsync.trainer.stream_plan import published_spec
 
 _ALONE = 60.0  # seconds for an exchange with no other rank
 _GO = np.zeros(1, np.int8)
@@ -51,9 +52,7 @@ class StreamFormats:
         """
         shape, own, spec, encoding = self._chosen.get(name, (None, None, None, None))
         if spec is None or (shape, own) != (tensor.shape, tensor.dtype):
-            given = self._dtype
-            dtype = given.get(name, tensor.dtype) if isinstance(given, Mapping) else published_dtype(given, tensor.dtype)
-            spec = TensorSpec(name, tuple(tensor.shape), dtype_name(dtype))
+            spec = published_spec(self._dtype, name, tensor)
             encoding = self._choose(Manifest([spec]), whole=False).get(name)
             self._chosen[name] = tensor.shape, tensor.dtype, spec, encoding
             self._complete = False

@@ -20,7 +20,14 @@ from weightsync.publishing.copied_shards import chunks
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device
 from weightsync.tensors.digest import digest_rows
-from weightsync.tensors.shards import DTypes, dtype_name, published_dtype
+from weightsync.tensors.shards import DTypes, dtype_name, published_dtype, torch_dtype
+
+
+def published_spec(dtype: DTypes, name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Return what is published of a whole tensor. Raises :class:`~weightsync.errors.ConfigurationError` if that cannot be."""
+    own = tensor.dtype
+    kind = dtype.get(name, own) if isinstance(dtype, Mapping) else published_dtype(dtype, own)
+    return TensorSpec(name, tuple(tensor.shape), dtype_name(kind))
 
 
 class PlannedPart(NamedTuple):
@@ -156,9 +163,8 @@ class StreamPlan:
         self._contents = {number: contents for number, contents in self._contents.items() if number < self._window}
 
     def _plan(self, name: str, tensor: torch.Tensor) -> tuple[PlannedPart, ...]:
-        given, own = self._dtype, tensor.dtype
-        dtype = given.get(name, own) if isinstance(given, Mapping) else published_dtype(given, own)
-        spec = TensorSpec(name, tuple(tensor.shape), dtype_name(dtype))
+        spec = published_spec(self._dtype, name, tensor)
+        dtype = torch_dtype(spec.dtype)
         if spec.nbytes <= self.most:
             return (self._placed(spec, dtype, None),)
         if dtype.itemsize > self.most:

@@ -14,17 +14,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from msgspec import structs
 
 from weightsync import failpoints
 from weightsync.closing import Closeable
-from weightsync.config import ClientSettings, Secret, Timeouts, agent_environment, variable
+from weightsync.config import Secret, Timeouts, agent_environment
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
-    CoordinatorUnreachable,
     DeadlineExceeded,
     ProtocolError,
     RoundFailed,
@@ -33,7 +31,7 @@ from weightsync.errors import (
     to_wire,
 )
 from weightsync.forks import Origin
-from weightsync.launch import from_rank_zero, place_in_world
+from weightsync.launch import place_in_world
 from weightsync.model import PauseMode, Version
 from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.connection import ConnectionLost, CoordinatorConnection
@@ -54,11 +52,12 @@ from weightsync.protocol.round_log import MissedReplicas, log_result
 from weightsync.protocol.worker import received_for
 from weightsync.publishing.publication import ReaderAccess
 from weightsync.publishing.published_shards import ShardOptions, network_of, publishing_transports
-from weightsync.server.server import BackgroundServer
 from weightsync.tensors.served_formats import Quantize
 from weightsync.tensors.shards import ShardedState
-from weightsync.trainer.background import Background, wait_until_free
+from weightsync.trainer.background import Background, complete, wait_until_free
+from weightsync.trainer.find_coordinator import find_coordinator
 from weightsync.trainer.format_choice import AS_SERVED, format_choice
+from weightsync.trainer.kept_stream import KeptStream
 from weightsync.trainer.maxima_group import MaximaGroup
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
@@ -119,6 +118,7 @@ class Trainer(Closeable):
     _version: Version | None = None
     _unchanged = False
     _stores = True
+    _kept: KeptStream | None = None
     _allowed = staticmethod(publishing_transports)
 
     def __init__(
@@ -164,64 +164,55 @@ class Trainer(Closeable):
         self._publishing = threading.RLock()
         """Reentrant, as that one knows whose it is: only what this thread took is given back."""
         self._host = this_host()
+        self._joined = ExitStack()
         with ExitStack() as owned:
             may_start = start_coordinator and quantize != AS_SERVED  # engines join before this trainer
-            settings = self._settings = self._find_coordinator(coordinator, token, timeouts, owned, may_start)
+            place = self.rank, self.world_size
+            settings = self._settings = find_coordinator(place, coordinator, token, timeouts, owned, may_start)
             self.coordinator = settings.coordinator.url
             network = network_of(settings)
-            access = ReaderAccess(self._allowed(transports, network), secrets.token_bytes(32), self._host, network)
-            self._role: TrainerRole | StreamRole
-            alone = quantize is None or self.world_size == 1 or isinstance(state, Stream)  # each rank of a stream has all tensors
+            self._access = ReaderAccess(self._allowed(transports, network), secrets.token_bytes(32), self._host, network)
+            alone = self.world_size == 1 or (not deltas if isinstance(state, Stream) else quantize is None)
             ranks = None if alone else MaximaGroup(self.rank, self.world_size)
+            if ranks is not None:
+                owned.callback(ranks.close)
+            owned.callback(self._leave)
             formats = None if quantize is None else format_choice(quantize, settings)
             if isinstance(state, Stream):
-                self._role = StreamRole(state, access, self.rank, self.world_size, dtype, formats)
+                role = StreamRole(state, self._access, self.rank, self.world_size, dtype, formats)
+                self._join(role, stores=not deltas)
+                self._kept = KeptStream(role, self.rank, self.world_size, ranks, deltas) if deltas else None
             else:
                 options = ShardOptions(dtype, include_buffers, deltas, formats)
-                self._role = TrainerRole(state, access, options, seeds=seeds, ranks=ranks)
-            owned.callback(self._role.close)
+                self._join(TrainerRole(state, self._access, options, seeds=seeds, ranks=ranks))
+            self._owned = owned.pop_all()
+
+    def _join(self, role: TrainerRole | StreamRole, *, stores: bool = True) -> None:
+        """Join the coordinator as ``role``, which is closed with what it needs."""
+        settings = self._settings
+        with ExitStack() as owned:
+            self._role: TrainerRole | StreamRole = role
+            owned.callback(role.close)
             owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)  # it finds the link closed
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed
-            receive = received_for(self._role.handle)
-            self._link = CoordinatorConnection(
-                settings, hello=self._hello, receive=receive, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
-            )
+            member, hello, welcomed = f"trainer/{self.rank}", self._hello, self._welcomed
+            receive = received_for(role.handle)
+            self._link = CoordinatorConnection(settings, hello=hello, receive=receive, on_welcome=welcomed, name=member)
             owned.callback(self._link.close)
             self._requests.link = self._link
             if settings.metrics_port is not None:
                 from weightsync.server.agent_metrics import agent_metrics
 
-                member = f"trainer/{self.rank}"
                 owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
             self._link.connect()
-            stored = settings if self._stores else structs.replace(settings, store=None)
-            self._storing = Storing(stored, self._role, self.rank, self._link.call)
+            stored = settings if self._stores and stores else structs.replace(settings, store=None)
+            self._storing = Storing(stored, role, self.rank, self._link.call)
             owned.callback(self._storing.close)
-            self._owned = owned.pop_all()
+            self._joined = owned.pop_all()
 
-    def _find_coordinator(
-        self, url: str | None, token: str | None, timeouts: Timeouts | None, owned: ExitStack, may_start: bool
-    ) -> ClientSettings:
-        secret = Secret(token) if token else None
-        if not may_start or url is not None or variable("WEIGHTSYNC_COORDINATOR"):
-            return ClientSettings.load(coordinator=url, token=secret, timeouts=timeouts)
-        if self.world_size > 1 and not dist.is_initialized():
-            raise ConfigurationError(
-                "several trainer ranks without torch.distributed need a coordinator: give its URL or set WEIGHTSYNC_COORDINATOR"
-            )
-        mine = ""
-        failure: WeightSyncError | None = None
-        if self.rank == 0:
-            try:
-                server = owned.enter_context(BackgroundServer())
-                mine = f"{server.url} {server.token}"
-            except WeightSyncError as error:
-                failure = error  # the other ranks wait to hear of it
-        where, _, known = (from_rank_zero(mine) if self.world_size > 1 else mine).partition(" ")
-        if not where:
-            raise failure or CoordinatorUnreachable("rank 0 could not start a coordinator in its process: its own error says why")
-        return ClientSettings.load(coordinator=where, token=Secret(known), timeouts=timeouts)
+    def _leave(self) -> None:
+        self._joined.close()
 
     def _hello(self) -> Hello:
         role = self._role
@@ -348,7 +339,7 @@ class Trainer(Closeable):
             self._armed(wanted, deadline, copies=True) as placing,
         ):
             future: Future[RoundResult] = Future()
-            asked = Outcome[RoundResult](lambda asked: _tell(asked, placing, future))
+            asked = Outcome[RoundResult](lambda asked: complete(future, asked, placing))
             self._background.submit(asked.run, self._ask, wanted, deadline, placing)
             what = "the next version" if wanted.number is None else f"version {wanted.number}"
             if not placing.wait(deadline.remaining(f"placing {what}")):
@@ -374,6 +365,7 @@ class Trainer(Closeable):
         also if readers fail, the coordinator is gone or the time is over. Then the rest is dropped, and this raises afterwards.
 
         All replicas that have joined take the one pass together. One that is late, or failed, waits for the next publication.
+        With ``deltas`` each rank keeps a part of every tensor instead, and publishes that as :meth:`publish` does.
 
         Args:
             tensors: Pairs of a name and a whole tensor.
@@ -386,6 +378,7 @@ class Trainer(Closeable):
             ConfigurationError: The trainer publishes a module, ``timeout``, ``step`` or ``pause_mode`` is invalid, ranks' pause
                 modes differ, or the iterator brought no bytes, or what is not a plain tensor.
             ManifestMismatch: The iterator brought a name twice.
+            SharedMemoryTooSmall: With ``deltas``, there is no memory to keep a tensor.
             Aborted: The iterator of another rank raised, or another rank was interrupted before all had called. What this rank's
                 iterator raises is raised as it is.
             RoundFailed: As of :meth:`publish`, or the coordinator was lost.
@@ -397,6 +390,9 @@ class Trainer(Closeable):
         try:
             with self._turn(number, step, timeout, pause_mode) as (wanted, deadline):
                 role = self._role
+                if self._kept is not None:
+                    begun = True
+                    return self._publish_kept(self._kept, tensors, wanted, deadline)
                 if not isinstance(role, StreamRole):
                     raise ConfigurationError(
                         "this trainer publishes a module with publish(): streams need weightsync.Trainer(weightsync.Stream())"
@@ -426,6 +422,29 @@ class Trainer(Closeable):
                 for _ in tensors:  # the other ranks gather
                     pass
             raise
+
+    def _publish_kept(
+        self, kept: KeptStream, tensors: Iterable[tuple[str, torch.Tensor]], wanted: Publish, deadline: Deadline
+    ) -> RoundResult:
+        """Publish what an iterator brings as shards of this rank, which joins again if they are others than before."""
+        try:
+            others = kept.take(tensors, deadline)
+        except BaseException as error:
+            self._tell_others(wanted, error, deadline)
+            raise
+        if others:
+            kept.joined = False
+            self._leave()
+            kept.meet(deadline)  # a rank that joined beside one that has not left yet would be refused
+            self._session, self._new_epoch, before = Secret(uuid.uuid4().hex), False, self._role
+            role = TrainerRole(kept, self._access, kept.options)
+            role.epoch, role.order, role.highest = before.epoch, before.order, before.highest
+            self._join(role)
+            kept.joined = True
+            if self._closed:  # by another thread, which closed what was there
+                self._leave()
+        with self._armed(wanted, deadline, copies=False, kept=True) as placing:
+            return self._ask(wanted, deadline, placing)
 
     def _end_earlier_stream(self, deadline: Deadline) -> None:
         """Wait for the round of a stream that was interrupted here: its windows must not be mixed with those of the next one."""
@@ -466,7 +485,7 @@ class Trainer(Closeable):
                 pass  # another thread's
 
     @contextmanager
-    def _armed(self, wanted: Publish, deadline: Deadline, *, copies: bool) -> Iterator[Placing]:
+    def _armed(self, wanted: Publish, deadline: Deadline, *, copies: bool, kept: bool = False) -> Iterator[Placing]:
         """Let the shards be placed as ``wanted``. Around it ``offload`` and ``restore`` run."""
         with ExitStack() as undo:
             try:
@@ -484,13 +503,14 @@ class Trainer(Closeable):
                         "publish_async() leaves its version readable, and this trainer was made with seeds=False: call publish()"
                     )
                 failpoints.reached("trainer.publish")
-                if isinstance(self._role, StreamRole):
+                role = self._role
+                if isinstance(role, StreamRole) or (self._kept is not None and not kept):
                     raise ConfigurationError(
                         "this trainer publishes a Stream: call publish_stream() with an iterator of its tensors"
                     )
                 self._calls += 1
-                undo.callback(self._role.disarm)  # first: a signal handler may raise right after arm()
-                placing = self._role.arm(self._calls, wanted.number)
+                undo.callback(role.disarm)  # first: a signal handler may raise right after arm()
+                placing = role.arm(self._calls, wanted.number)
             except BaseException as error:
                 self._tell_others(wanted, error, deadline)
                 raise
@@ -572,14 +592,3 @@ class Trainer(Closeable):
             return
         self._closed = True
         self._owned.close()
-
-
-def _tell(asked: Outcome[RoundResult], placing: Placing, future: Future[RoundResult]) -> None:
-    """The round of ``placing`` is over: end the wait for the copy, and complete the caller's ``future``."""
-    placing.set()
-    if not future.set_running_or_notify_cancel():
-        return
-    if asked.error is not None:
-        future.set_exception(asked.error)
-    else:
-        future.set_result(asked.result())

@@ -67,8 +67,8 @@ class TrainerRole(PublishedShards):
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
         self.order = 0
         """The highest :attr:`Place.order` that it was sent."""
-        self._highest = -1
-        """The highest number that was placed."""
+        self.highest = -1
+        """The highest number under which shards were placed."""
         self._last: tuple[int, Placed] | None = None
         """Call and answer of what the region holds."""
         self._ranks = ranks
@@ -91,7 +91,7 @@ class TrainerRole(PublishedShards):
         if self._ranks is not None:
             self._ranks.check()
         self.follow()
-        self._armed = placing = Placing(call, number, self._highest)
+        self._armed = placing = Placing(call, number, self.highest)
         self._stop_digest[0] = 1  # a new version must not wait until a digest of the last one is taken
         return placing
 
@@ -164,7 +164,7 @@ class TrainerRole(PublishedShards):
             self.changes.placed(body.epoch, number)
             changed = self.changes.changed
         placed = Placed(digests=digests.astype("<u8").tobytes(), seconds=time.perf_counter() - started, changed=changed)
-        placing.number, self._last, self._highest = number, (body.call, placed), max(self._highest, number)
+        placing.number, self._last, self.highest = number, (body.call, placed), max(self.highest, number)
         placing.set()
         failpoints.reached("trainer.placed")
         return placed
@@ -192,5 +192,3 @@ class TrainerRole(PublishedShards):
         """Stop serving and free the region. Safe twice."""
         self.disarm()
         super().close()
-        if self._ranks is not None:
-            self._ranks.close()

@@ -184,6 +184,7 @@ def test_a_relay_that_is_killed_has_a_successor(home: Home, region: Region, owne
         engine.wait_for_version(1, timeout=SECONDS)
 
 
+@pytest.mark.rare
 def test_bytes_that_were_changed_in_the_store_are_never_published(home: Home, region: Region, owned: ExitStack) -> None:
     home.publish()
     with RelayProcess(home, region) as process:
@@ -245,6 +246,7 @@ def test_a_coordinator_that_is_restarted_gets_the_version_again(home: Home, owne
         region.serves(home, 1)
 
 
+@pytest.mark.rare
 def test_the_coordinator_may_be_in_the_process_of_the_relay(home: Home, owned: ExitStack, tmp_path: Path) -> None:
     home.publish()
     with RelayProcess(home, None) as process:
@@ -277,7 +279,7 @@ def test_once_that_is_interrupted_is_no_success(home: Home) -> None:
     with RelayProcess(home, None, "--once", "--coordinator", f"http://127.0.0.1:{free_port()}") as process:
         process.says("reading version run@0")
         process.send_signal(signal.SIGTERM)
-        assert process.exit_code(SECONDS) == EXIT_INTERRUPTED
+        assert process.exit_code(SECONDS) == EXIT_INTERRUPTED, process.printed
 
 
 def test_a_wrong_key_is_an_error_at_once(home: Home, region: Region) -> None:
@@ -288,6 +290,7 @@ def test_a_wrong_key_is_an_error_at_once(home: Home, region: Region) -> None:
         assert "AuthenticationError" in process.printed or "not signed" in process.printed
 
 
+@pytest.mark.rare
 def test_a_store_that_goes_back_is_an_alert_and_changes_nothing(home: Home, region: Region) -> None:
     home.publish()
     home.publish()
@@ -344,6 +347,7 @@ def test_a_store_that_is_behind_is_said_and_nothing_is_published(home: Home, reg
     assert len(region.rounds()) == 1
 
 
+@pytest.mark.rare
 def test_the_store_may_be_s3(owned: ExitStack, monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
     moto = pytest.importorskip("moto.server")
     served = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

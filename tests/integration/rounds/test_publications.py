@@ -361,7 +361,7 @@ def test_a_trainer_that_may_not_start_a_coordinator_looks_for_the_one_of_this_ma
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WEIGHTSYNC_COORDINATOR", raising=False)
-    monkeypatch.setattr("weightsync.trainer.trainer.BackgroundServer", None)  # not called
+    monkeypatch.setattr("weightsync.server.server.BackgroundServer", None)  # not called
     load = ClientSettings.load
 
     def as_on_this_machine(**given: object) -> ClientSettings:

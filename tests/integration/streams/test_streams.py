@@ -490,7 +490,7 @@ def test_streams_and_modules_do_not_mix(world: World) -> None:
     module = world.trainer({"w": torch.zeros(3)})
     with pytest.raises(ConfigurationError, match="Stream"):
         module.publish_stream(lent(weights(0)), timeout=SECONDS)
-    with pytest.raises(ManifestMismatch, match="publishes a module"):
+    with pytest.raises(ManifestMismatch, match="publishes shards"):
         world.receiver()
 
 

@@ -242,7 +242,7 @@ def test_after_a_merge_requests_name_what_they_named_before(rollout: RolloutServ
         server.publisher.close()
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [pytest.param(True, marks=pytest.mark.rare), False])
 def test_all_ranks_do_what_rank_zero_does(own: bool, tmp_path: Path) -> None:
     """Rank 1 waited for rank 0 in another collective until the group's timeout: only rank 0 knows its trainer's transfer."""
     nobody = f"http://127.0.0.1:{free_port()}"

@@ -22,7 +22,7 @@ from tests.simulation.schedule import Outcome
 from tests.simulation.store_world import STORE_STATES
 from tests.simulation.world import World
 
-SCHEDULES = 150
+SCHEDULES = 200
 STREAM_SCHEDULES = 60
 LORA_SCHEDULES = 50
 PEOPLE_SCHEDULES = 40

@@ -249,8 +249,6 @@ class CoordinatorProcess(Process):
             return
         if any(reason in error for reason in ("is not complete", "disconnected", "went away", "not connected")):
             return
-        if "did not get its turn" in error and world.excuses(started):
-            return  # it still opens a store that hangs: nobody can abort that
         if seeding and "cannot be compared with version" in error:
             return  # its trainer changed its memory or left, and a coordinator that crashed had the digests: it waits, as promised
         world.violated("infected", f"{'the round' if name is None else f'replica {name}'} had no trouble, and failed: {error}")

@@ -127,7 +127,7 @@ class _SimulatedStore(Store):
         if kind in ("fail", "lost"):
             raise PeerLost("the store was told to be gone")
         address = msgspec.json.decode(offer.address, type=StoreAddress)
-        return _StoredReader(self._world, engine, address, key, deadline)
+        return _StoredReader(self._world, engine, address, key)
 
 
 class _Storing(TrainerProcess):

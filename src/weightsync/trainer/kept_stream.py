@@ -53,6 +53,7 @@ class KeptStream(ShardedState):
             ConfigurationError: An item is no name with a plain tensor, a tensor cannot be published, or there are no bytes.
             ManifestMismatch: A name came twice.
             SharedMemoryTooSmall: There is no memory for a tensor.
+            DeadlineExceeded: The iterator took too long.
             Aborted: Another rank could not.
         """
         self._turn += 1
@@ -60,6 +61,7 @@ class KeptStream(ShardedState):
             self._ranks.order = self._turn
         try:
             self._take_all(tensors)
+            deadline.remaining("gathering a stream")  # the group would be broken by a wait for which no time is left
         except BaseException:
             if self._ranks is not None:
                 self._ranks.give_up()

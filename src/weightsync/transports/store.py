@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -10,11 +11,18 @@ from typing import Any, NoReturn
 import msgspec
 
 from weightsync.arrays import UInt64
-from weightsync.closing import OnFailure
 from weightsync.config import variable
 from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLost, ProtocolError, StaleSource, TransportUnavailable
+from weightsync.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    StaleSource,
+    TransportError,
+    TransportUnavailable,
+)
 from weightsync.protocol.messages import Host, Offer, Traits, decoding
 from weightsync.protocol.store_messages import STORE, StoreAddress
 from weightsync.store.catalog import load
@@ -22,6 +30,8 @@ from weightsync.store.objects import ObjectStore, missing_library
 from weightsync.store.region import StoredRegion
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import LOOPBACK, BlockingReader, Network, Transport
+
+_log = logging.getLogger(__name__)
 
 
 class Store(Transport):
@@ -46,7 +56,7 @@ class Store(Transport):
         """See :meth:`weightsync.transports.base.Transport.open`. ``key`` is the public key of the run."""
         with decoding("the offer of a store has no address of one"):
             address = msgspec.json.decode(offer.address, type=StoreAddress)
-        return StoreReader(address, key, deadline)
+        return StoreReader(address, key)
 
 
 class StoreReader(BlockingReader):
@@ -55,15 +65,13 @@ class StoreReader(BlockingReader):
     A store in this process's own settings replaces the one in the offer.
     """
 
-    def __init__(self, address: StoreAddress, public: bytes, deadline: Deadline) -> None:
+    def __init__(self, address: StoreAddress, public: bytes) -> None:
         self._address, self._public = address, public
         self._what = f"version {address.number} of epoch {address.epoch} in the store"
         self._thread = DaemonThreads(1, "weightsync-store-open")
         self._aborted: Future[None] = Future()
         self._region: StoredRegion | None = None
         self._layout_digest = ""
-        with OnFailure(self.close):
-            deadline.result(self._thread.submit(self._open), f"opening {self._what}", self._aborted)
 
     def _open(self) -> None:
         address = self._address
@@ -82,7 +90,13 @@ class StoreReader(BlockingReader):
         return self._region
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
-        """See :meth:`weightsync.transports.base.Reader.prepare`."""
+        """See :meth:`weightsync.transports.base.Reader.prepare`. Opens the store, which may hang: here an abort ends the wait."""
+        try:
+            deadline.result(self._thread.submit(self._open), f"opening {self._what}", self._aborted)
+        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+            # The reason stays here: offers come from others, who could look around with them in this engine's network.
+            _log.warning("%s cannot be reached: %a", self._what, str(error))
+            raise TransportUnavailable(f"{self._what} cannot be reached (this engine rank's own log says why)") from None
         if layout_digest != self._layout_digest:
             raise StaleSource(f"{self._what} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
         self._opened.prepare(groups)

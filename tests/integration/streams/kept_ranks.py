@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import weightsync
 
-FAILING = 3
+FAILING, LATE, LAST = 3, 4, 5
 
 
 def model(number: int) -> nn.Sequential:
@@ -43,11 +43,12 @@ def main(rank: int, store: str, coordinator: str) -> None:
     outcomes: list[object] = []
     with weightsync.Trainer(weightsync.Stream(), coordinator, deltas=True) as trainer:
         trainer.wait_for_replicas(1, timeout=60)
-        for number in range(1, 5):
+        for number in range(1, LAST + 1):
             module = model(number)
             fully_shard(module, mesh=mesh)
+            tensors = gathered(module, fails=number == FAILING and rank == 1)
             try:
-                result = trainer.publish_stream(gathered(module, fails=number == FAILING and rank == 1), timeout=30)
+                result = trainer.publish_stream(tensors, timeout=1e-4 if number == LATE else 30)
                 (replica,) = result.replicas
                 outcomes.append([result.version.number, replica.base, replica.nbytes])
             except (OSError, weightsync.WeightSyncError) as error:

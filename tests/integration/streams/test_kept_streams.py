@@ -153,15 +153,16 @@ def test_versions_of_a_stream_are_stored(joined: Joined, tmp_path: Path, monkeyp
 
 
 @pytest.mark.timeout(180)
-def test_ranks_that_gather_keep_equal_parts_and_one_that_fails_ends_all(joined: Joined, tmp_path: Path) -> None:
+def test_ranks_that_gather_keep_equal_parts_and_after_a_failure_they_go_on(joined: Joined, tmp_path: Path) -> None:
     target = kept_ranks.model(0)
     joined.engine(ModuleAdapter(target))
     arguments = ("tests.integration.streams.kept_ranks", tmp_path / "store", joined.server.url)
     with ranks(2, *arguments, environment={"WEIGHTSYNC_TOKEN": joined.server.token}) as processes:
         outcomes = [json.loads(process.output(120)) for process in processes]
-    for rank, (first, second, third, fourth) in enumerate(outcomes):
+    for rank, (first, second, third, late, last) in enumerate(outcomes):
         assert (first[1], second[1]) == (None, first[0]) and second[0] == first[0] + 1
         assert second[2] < first[2] / 100
         assert third == "OSError: no gather" if rank else third.startswith("Aborted: another trainer rank gave up this version")
-        assert fourth[:2] == [second[0] + 1, second[0]]
-    assert same(target, kept_ranks.model(4))
+        assert late.startswith(("DeadlineExceeded: ", "Aborted: "))
+        assert last[:2] == [second[0] + 1, second[0]]
+    assert same(target, kept_ranks.model(kept_ranks.LAST))

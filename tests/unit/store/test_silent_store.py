@@ -8,9 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from weightsync.deadline import Deadline
+from weightsync.errors import Aborted
+from weightsync.protocol.store_messages import StoreAddress
+from weightsync.transports.store import StoreReader
 
 SECONDS = 25.0  # a request to S3 is given up after minutes
 
@@ -27,14 +33,18 @@ def silent() -> Iterator[tuple[socket.socket, Mapping[str, str]]]:
 
 
 OPENING = """
+import logging
+import sys
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineExceeded
+from weightsync.errors import TransportUnavailable
 from weightsync.protocol.store_messages import StoreAddress
 from weightsync.transports.store import StoreReader
 
+logging.basicConfig(stream=sys.stdout)
+reader = StoreReader(StoreAddress("s3://bucket/prefix", "run", 1, 7, 0), bytes(32))
 try:
-    StoreReader(StoreAddress("s3://bucket/prefix", "run", 1, 7, 0), bytes(32), Deadline(0.5))
-except DeadlineExceeded as error:
+    reader.prepare([], "digest", Deadline(0.5))
+except TransportUnavailable as error:
     print(error)
 """
 STARTING = """
@@ -56,6 +66,23 @@ def test_a_process_ends_while_a_thread_of_it_waits_for_a_store(
         [sys.executable, "-c", waiting], env=silent[1], capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert "did not finish within 0.5 s" in done.stdout
+
+
+def test_an_abort_ends_the_opening_of_a_store_that_does_not_answer(
+    silent: tuple[socket.socket, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, environment = silent
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "WEIGHTSYNC_STORE"):
+        monkeypatch.setenv(name, environment[name])
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    reader = StoreReader(StoreAddress("s3://bucket/prefix", "run", 1, 7, 0), bytes(32))
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(reader.prepare, [], "digest", Deadline(SECONDS))
+        with server.accept()[0]:
+            reader.abort()
+            with pytest.raises(Aborted):
+                preparing.result(SECONDS / 2)
+    reader.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

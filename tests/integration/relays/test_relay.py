@@ -279,7 +279,8 @@ def test_once_that_is_interrupted_is_no_success(home: Home) -> None:
     with RelayProcess(home, None, "--once", "--coordinator", f"http://127.0.0.1:{free_port()}") as process:
         process.says("reading version run@0")
         process.send_signal(signal.SIGTERM)
-        assert process.exit_code(SECONDS) == EXIT_INTERRUPTED, process.printed
+        # `python -m` ends itself by SIGINT if an interrupt, also one that was caught, came while exec() ran a string.
+        assert process.exit_code(SECONDS) in (EXIT_INTERRUPTED, -signal.SIGINT), process.printed
 
 
 def test_a_wrong_key_is_an_error_at_once(home: Home, region: Region) -> None:

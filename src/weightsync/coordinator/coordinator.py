@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -224,9 +224,14 @@ class Coordinator:
     def _seedable(self) -> Version | None:
         """Version with which replicas can be seeded now: of the trainer, of replicas that serve it to others, or of the store."""
         current = self._publications.current(self._members.trainers)
-        others = serving_weights(self._members, self._publications)
+        others = self._peers()
         stored = None if self._members.streams or self.stored.newest is None else self.stored.newest.version
         return current.version if current else next((replica.version for replica in others), stored)
+
+    def _peers(self, readers: Collection[Replica] = ()) -> Sequence[Replica]:
+        """Replicas from which the ``readers`` may get the last version: if it cannot be compared, a stored one is better."""
+        others = serving_weights(self._members, self._publications, readers)
+        return [other for other in others if self.stored.newest is None or self._keyed.has(other.version)]
 
     def _stored(self, epoch: int, number: int) -> StoredSource | None:
         """The version in the store, if it is this one and the trainer does not hold it."""
@@ -238,7 +243,7 @@ class Coordinator:
         """Whether seeding with ``version`` would help a replica. One that is only in the store may be older than what it serves."""
         if version is None or replica.version is None:
             return True
-        only_stored = self._stored(*version.order) is not None and not serving_weights(self._members, self._publications)
+        only_stored = self._stored(*version.order) is not None and not self._peers()
         return replica.version != version and not only_stored
 
     def _check_reports(self, order: tuple[int, int]) -> None:
@@ -369,7 +374,7 @@ class Coordinator:
             keyed=self._keyed,
             planner=self._planner,
             announced=self.announced,
-            readable=serving_weights(self._members, self._publications, replicas) if seeding else (),
+            readable=self._peers(replicas) if seeding else (),
             stored=self._stored(asked.epoch, asked.number) if seeding else None,
             left_out=others,
             step=asked.step,

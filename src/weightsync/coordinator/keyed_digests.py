@@ -51,6 +51,10 @@ class KeyedDigester:
         self._version: Version | None = None
         self._kept: list[KeyedDigests] = []
 
+    def has(self, version: Version | None) -> bool:
+        """Whether digests of ``version`` are kept, or there is a trainer to ask."""
+        return bool(self._members.trainers) or (self._version == version and bool(self._kept))
+
     async def draw(self, version: Version, deadline: RoundDeadline) -> KeyedDigests:
         """Return the digests of ``version`` under a key that was never used: from the trainer, otherwise one that was kept.
 

@@ -11,7 +11,7 @@ import torch
 
 import weightsync
 from weightsync.config import ServerSettings
-from weightsync.coordinator import coordinator
+from weightsync.coordinator import coordinator, keyed_digests
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, StaleSource, TransportError
@@ -97,6 +97,30 @@ def test_a_version_whose_older_ones_cannot_be_removed_is_in_the_store(
         chain = load(ObjectStore(str(where)), "kept", (1, 1), server.coordinator.stored.key.public).stored.ranks[0].chain
     assert [item.kind for item in chain] == ["key", "delta"]
     assert "were not removed" in caplog.text and "is not in the store" not in caplog.text
+
+
+def test_a_replica_joins_from_the_store_where_a_later_version_of_others_cannot_be_compared_any_more(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_digests, "KEPT", 0)  # as after many have joined without a trainer
+    trained, served, late = model(), model(1), model(2)
+    with (
+        BackgroundServer(ServerSettings.load(port=0, require=0, run="kept")) as server,
+        weightsync.Engine(ModuleAdapter(served), "replica-0", server.url, token=server.token, serve_weights=True) as engine,
+    ):
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            trainer.wait_for_replicas()
+            first = trainer.publish().version
+            trainer.wait_until_stored(SECONDS)
+            monkeypatch.setattr(ObjectStore, "put", unwritable)
+            last = trainer.publish().version
+        with weightsync.Engine(ModuleAdapter(late), "replica-1", server.url, token=server.token) as joining:
+            assert joining.wait_for_version(first, SECONDS) == first and engine.serving == last
+            assert same(late.state_dict(), trained)
+
+
+def unwritable(store: ObjectStore, path: str, parts: object) -> None:
+    raise TransportError("the store is full")
 
 
 def test_a_version_that_is_overtaken_is_dropped_and_said(

@@ -246,6 +246,18 @@ class CoordinatorConnection(Closeable):
         except RuntimeError:
             return  # the loop has just closed
 
+    def connect_again(self) -> None:
+        """Connect anew, so that the coordinator gets this rank's Hello as it is now. Calls wait for that. Never blocks."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
+                asyncio.run_coroutine_threadsafe(self._restart(), loop)
+
+    async def _restart(self) -> None:
+        self._connected.clear()
+        if self._socket is not None:  # a normal closure would say that it leaves
+            await self._socket.close(CloseCode.SERVICE_RESTART, "this rank answers again")
+
     def drain(self, timeout: float) -> None:
         """Wait until each call of the coordinator is answered, up to ``timeout`` seconds. Not on the thread of all links."""
         loop, calls = self._loop, self._calls
@@ -453,8 +465,7 @@ class CoordinatorConnection(Closeable):
             socket = self._socket
             # Not if another connection was made since the last refusal, or if the coordinator calls again already.
             if socket is not None and socket is self._refused_on and not self._answering:
-                # It connects again at once: a normal closure would say that it leaves.
-                await socket.close(CloseCode.SERVICE_RESTART, "this rank answers again")
+                await self._restart()
 
     async def _ask(self, body: Body, deadline: Deadline) -> Body:
         what = f"{type(body).__name__} to the coordinator at {self._settings.coordinator}"

@@ -29,8 +29,8 @@ class MaximaGroup:
         known = dist.is_available() and dist.is_initialized()
         if not known or (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise ConfigurationError(
-                f"quantize=, and deltas= with a Stream, need torch.distributed over the trainer's {world_size} ranks, numbered "
-                "alike: call torch.distributed.init_process_group() before making the Trainer"
+                f"quantize= needs torch.distributed over the trainer's {world_size} ranks, numbered alike, for the maxima of "
+                "blocks that the borders of shards cut: call torch.distributed.init_process_group() before making the Trainer"
             )
         self._group = dist.new_group(backend="gloo")
         self.broken = ""
@@ -72,7 +72,7 @@ class MaximaGroup:
             if work is None or not work.wait(timedelta(seconds=deadline.remaining("waiting for the other trainer ranks"))):
                 raise RuntimeError("no answer")
         except (RuntimeError, WeightSyncError) as error:
-            self.broken = f"a trainer rank did not take part in what all ranks do together ({error})"
+            self.broken = f"a trainer rank did not take part in the maxima of quantized weights ({error})"
             raise self.error() from error
 
     def give_up(self) -> None:

@@ -64,7 +64,7 @@ class Storing:
             raise DeadlineExceeded("the last version is not in the store yet")
         return self.writer.last
 
-    def close(self) -> None:
-        """Wait until the last version is stored, at most as long as the settings say. Safe twice."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until the last version is stored, at most ``timeout`` seconds, or as long as the settings say. Safe twice."""
         if self.writer is not None:
-            self.writer.close(self._seconds)
+            self.writer.close(self._seconds if timeout is None else timeout)

@@ -49,7 +49,7 @@ from weightsync.protocol.messages import (
     Welcome,
 )
 from weightsync.protocol.round_log import MissedReplicas, log_result
-from weightsync.protocol.worker import received_for
+from weightsync.protocol.worker import IncomingCall, received_for
 from weightsync.publishing.publication import ReaderAccess
 from weightsync.publishing.published_shards import ShardOptions, network_of, publishing_transports
 from weightsync.tensors.served_formats import Quantize
@@ -68,6 +68,7 @@ from weightsync.transports.hostinfo import this_host
 
 _ANSWER_SECONDS = 10.0  # beyond a publication's deadline, whose own error arrives first
 _CLOSING_SECONDS = 10.0  # for a thread that publishes
+_UNUSED = Stream(window_bytes=4096)  # of a trainer whose stream is kept
 _TELLING_SECONDS = 5.0  # for the word that this rank cannot publish
 _MESSAGE_CHARS = 4000
 _CLOSED = "this trainer was closed and cannot publish any more: publish before close(), or make a new Trainer"
@@ -152,8 +153,13 @@ class Trainer(Closeable):
                 "a Stream has no buffers to include and nothing to offload: its iterator decides what it brings"
             )
         self._origin = Origin()
-        self._offload, self._restore = offload, restore
+        self._offload, self._restore, self._seeds = offload, restore, seeds
         self.rank, self.world_size = place_in_world(rank, world_size)
+        if isinstance(state, Stream) and deltas and self.world_size > 1:
+            raise ConfigurationError(
+                f"deltas of a Stream need one trainer rank, not {self.world_size}: make it with rank=0 and world_size=1 in one "
+                "process that gets the whole stream. The others iterate without a Trainer"
+            )
         self._run, self._session = run, Secret(uuid.uuid4().hex)
         self._new_epoch = new_epoch
         self._requests = PublishRequests(pause_mode)
@@ -164,7 +170,6 @@ class Trainer(Closeable):
         self._publishing = threading.RLock()
         """Reentrant, as that one knows whose it is: only what this thread took is given back."""
         self._host = this_host()
-        self._joined = ExitStack()
         with ExitStack() as owned:
             may_start = start_coordinator and quantize != AS_SERVED  # engines join before this trainer
             place = self.rank, self.world_size
@@ -172,47 +177,42 @@ class Trainer(Closeable):
             self.coordinator = settings.coordinator.url
             network = network_of(settings)
             self._access = ReaderAccess(self._allowed(transports, network), secrets.token_bytes(32), self._host, network)
-            alone = self.world_size == 1 or (not deltas if isinstance(state, Stream) else quantize is None)
+            alone = quantize is None or self.world_size == 1 or isinstance(state, Stream)  # each rank of a stream has all tensors
             ranks = None if alone else MaximaGroup(self.rank, self.world_size)
-            if ranks is not None:
-                owned.callback(ranks.close)
-            owned.callback(self._leave)
             formats = None if quantize is None else format_choice(quantize, settings)
+            self._options = ShardOptions(dtype, include_buffers, deltas, formats)
+            self._role: TrainerRole | StreamRole
             if isinstance(state, Stream):
-                role = StreamRole(state, self._access, self.rank, self.world_size, dtype, formats)
-                self._join(role, stores=not deltas)
-                self._kept = KeptStream(role, self.rank, self.world_size, ranks, deltas) if deltas else None
+                self._role = StreamRole(_UNUSED if deltas else state, self._access, self.rank, self.world_size, dtype, formats)
+                if deltas:
+                    self._kept, self._options = KeptStream(self._role), ShardOptions(deltas=deltas)
             else:
-                options = ShardOptions(dtype, include_buffers, deltas, formats)
-                self._join(TrainerRole(state, self._access, options, seeds=seeds, ranks=ranks))
-            self._owned = owned.pop_all()
-
-    def _join(self, role: TrainerRole | StreamRole, *, stores: bool = True) -> None:
-        """Join the coordinator as ``role``, which is closed with what it needs."""
-        settings = self._settings
-        with ExitStack() as owned:
-            self._role: TrainerRole | StreamRole = role
-            owned.callback(role.close)
+                self._role = TrainerRole(state, self._access, self._options, seeds=seeds, ranks=ranks)
+            owned.callback(lambda: self._role.close())  # noqa: PLW0108 - whichever it is then
             owned.callback(wait_until_free, self._publishing, _CLOSING_SECONDS)  # it finds the link closed
             self._background = Background("weightsync-publish")
             owned.callback(self._background.close)  # what has not begun finds the link closed
-            member, hello, welcomed = f"trainer/{self.rank}", self._hello, self._welcomed
-            receive = received_for(role.handle)
-            self._link = CoordinatorConnection(settings, hello=hello, receive=receive, on_welcome=welcomed, name=member)
+            self._link = CoordinatorConnection(
+                settings, hello=self._hello, receive=self._received, on_welcome=self._welcomed, name=f"trainer/{self.rank}"
+            )
             owned.callback(self._link.close)
             self._requests.link = self._link
             if settings.metrics_port is not None:
                 from weightsync.server.agent_metrics import agent_metrics
 
+                member = f"trainer/{self.rank}"
                 owned.callback(agent_metrics.join(settings, member, self.rank, self._link, lambda: self._version))
             self._link.connect()
-            stored = settings if self._stores and stores else structs.replace(settings, store=None)
-            self._storing = Storing(stored, role, self.rank, self._link.call)
-            owned.callback(self._storing.close)
-            self._joined = owned.pop_all()
+            self._storing = self._store(self._role, None if self._kept is not None else settings.store)
+            owned.callback(lambda: self._storing.close())  # noqa: PLW0108
+            self._owned = owned.pop_all()
 
-    def _leave(self) -> None:
-        self._joined.close()
+    def _store(self, role: TrainerRole | StreamRole, where: str | None) -> Storing:
+        stored = structs.replace(self._settings, store=where if self._stores else None)
+        return Storing(stored, role, self.rank, self._link.call)
+
+    def _received(self, body: Body) -> IncomingCall:
+        return received_for(self._role.handle)(body)
 
     def _hello(self) -> Hello:
         role = self._role
@@ -365,7 +365,7 @@ class Trainer(Closeable):
         also if readers fail, the coordinator is gone or the time is over. Then the rest is dropped, and this raises afterwards.
 
         All replicas that have joined take the one pass together. One that is late, or failed, waits for the next publication.
-        With ``deltas`` each rank keeps a part of every tensor instead, and publishes that as :meth:`publish` does.
+        With ``deltas`` the one rank keeps all tensors instead, and publishes them as :meth:`publish` does.
 
         Args:
             tensors: Pairs of a name and a whole tensor.
@@ -426,23 +426,22 @@ class Trainer(Closeable):
     def _publish_kept(
         self, kept: KeptStream, tensors: Iterable[tuple[str, torch.Tensor]], wanted: Publish, deadline: Deadline
     ) -> RoundResult:
-        """Publish what an iterator brings as shards of this rank, which joins again if they are others than before."""
-        try:
-            others = kept.take(tensors, deadline)
-        except BaseException as error:
-            self._tell_others(wanted, error, deadline)
-            raise
-        if others:
-            kept.joined = False
-            self._leave()
-            kept.meet(deadline)  # a rank that joined beside one that has not left yet would be refused
-            self._session, self._new_epoch, before = Secret(uuid.uuid4().hex), False, self._role
-            role = TrainerRole(kept, self._access, kept.options)
-            role.epoch, role.order, role.highest = before.epoch, before.order, before.highest
-            self._join(role)
-            kept.joined = True
-            if self._closed:  # by another thread, which closed what was there
-                self._leave()
+        """Publish what an iterator brings as shards. If they are others than before, this rank says Hello again first."""
+        if kept.take(tensors) != self._role.manifest:
+            self._storing.close(deadline.remaining("keeping a stream"))
+            self._check_open()
+            with ExitStack() as undo:
+                role, before = TrainerRole(kept, self._access, self._options, seeds=self._seeds), self._role
+                undo.callback(role.close)
+                storing = self._store(role, self._settings.store)
+                undo.callback(storing.close, 0.0)
+                role.epoch, role.order, role.highest = before.epoch, before.order, before.highest
+                self._session = Secret(uuid.uuid4().hex)  # nothing that was placed before counts
+                self._role, self._storing = role, storing
+                self._check_open()  # another thread closed what was there
+                undo.pop_all()
+            before.close()
+            self._link.connect_again()
         with self._armed(wanted, deadline, copies=False, kept=True) as placing:
             return self._ask(wanted, deadline, placing)
 

@@ -192,3 +192,5 @@ class TrainerRole(PublishedShards):
         """Stop serving and free the region. Safe twice."""
         self.disarm()
         super().close()
+        if self._ranks is not None:
+            self._ranks.close()

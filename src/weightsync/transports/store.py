@@ -69,7 +69,7 @@ class StoreReader(BlockingReader):
         self._address, self._public = address, public
         self._what = f"version {address.number} of epoch {address.epoch} in the store"
         self._thread = DaemonThreads(1, "weightsync-store-open")
-        self._aborted: Future[None] = Future()
+        self._aborted, self._closed = Future[None](), False
         self._region: StoredRegion | None = None
         self._layout_digest = ""
 
@@ -81,7 +81,8 @@ class StoreReader(BlockingReader):
             raise ProtocolError(f"{self._what} has no rank {address.rank}")
         layout = version.layouts[address.rank]
         self._layout_digest = layout.digest
-        self._region = StoredRegion(store, version.stored.ranks[address.rank].chain, layout.regions[0])
+        if not self._closed:  # meanwhile
+            self._region = StoredRegion(store, version.stored.ranks[address.rank].chain, layout.regions[0])
 
     @property
     def _opened(self) -> StoredRegion:
@@ -91,6 +92,7 @@ class StoreReader(BlockingReader):
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`. Opens the store, which may hang: here an abort ends the wait."""
+        self._aborted = Future()
         try:
             deadline.result(self._thread.submit(self._open), f"opening {self._what}", self._aborted)
         except (TransportError, AuthenticationError, DeadlineExceeded) as error:
@@ -128,6 +130,7 @@ class StoreReader(BlockingReader):
 
     def close(self) -> None:
         """See :meth:`weightsync.transports.base.Reader.close`."""
+        self._closed = True
         self._thread.close()
         region, self._region = self._region, None
         if region is not None:

@@ -78,7 +78,6 @@ def main(rank: int, store: str) -> None:
     assert isinstance(role.handle(Place(8, call=4, order=10), SECONDS), Placed)
     outcomes[10] = "Placed"
     role.close()
-    group.close()
     print(json.dumps(outcomes), flush=True)
     dist.destroy_process_group()
 

@@ -232,7 +232,7 @@ def test_what_cannot_be_quantized_is_refused_before_it_joins(joined: Joined) -> 
     ):
         with pytest.raises(ConfigurationError, match=words):
             joined.trainer(state, quantize=formats)
-    with pytest.raises(ConfigurationError, match=r"need torch.distributed over the trainer's 2 ranks"):
+    with pytest.raises(ConfigurationError, match=r"quantize= needs torch.distributed over the trainer's 2 ranks"):
         joined.trainer(nn.Linear(8, 8), quantize={"weight": "fp8-block"}, rank=0, world_size=2)
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.integration.rounds.test_quantized import Served, assert_serves
 from tests.integration.rounds.test_rounds import Joined
-from tests.integration.streams import kept_ranks
-from tests.processes import ranks
+from tests.integration.streams.test_quantized_streams import by_shards, masters
 
 from weightsync.config import ServerSettings
 from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, ManifestMismatch, SharedMemoryTooSmall
+from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, SharedMemoryTooSmall
 from weightsync.server.server import BackgroundServer
 from weightsync.store.objects import ObjectStore
 from weightsync.trainer import kept_stream
@@ -126,6 +128,74 @@ def test_another_stream_than_before_is_joined_with_again(joined: Joined) -> None
     assert torch.equal(other.w, source.w.float()) and torch.equal(other.ids, source.ids)
 
 
+def test_the_same_tensors_in_another_order_are_the_same(joined: Joined) -> None:
+    source, target = Net(), Net()
+    trainer = streaming(joined)
+    joined.engine(ModuleAdapter(target))
+    first = trainer.publish_stream(lent(source), timeout=SECONDS)
+    source.w.view(-1)[:3].add_(1.0)
+    (replica,) = trainer.publish_stream(reversed(list(source.state_dict().items())), timeout=SECONDS).replicas
+    assert replica.base == first.version.number and same(source, target)
+
+
+def test_matrices_are_quantized_once(joined: Joined) -> None:
+    kind, stream = "fp8-block", masters(1)
+    target = Served(by_shards(stream, kind))
+    trainer = streaming(joined, dtype=torch.bfloat16, quantize={"*_proj.weight": kind})
+    joined.engine(ModuleAdapter(target, include_buffers=True))
+    for seed in (2, 2):
+        (replica,) = trainer.publish_stream(masters(seed).items(), timeout=SECONDS).replicas
+        assert_serves(target, by_shards(masters(seed), kind))
+    assert replica.base is not None and replica.nbytes == 0
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")])
+def test_what_surrounds_the_first_stream_makes_no_difference(joined: Joined, around: Any) -> None:
+    source, target = Net(), Net()
+    trainer = streaming(joined)
+    joined.engine(ModuleAdapter(target))
+    with around():
+        trainer.publish_stream(source.state_dict().items(), timeout=SECONDS)
+    source.w.add_(1.0)
+    trainer.publish_stream(lent(source), timeout=SECONDS)
+    assert same(source, target)
+
+
+def test_a_new_epoch_begins_with_the_first_stream_and_lasts(joined: Joined) -> None:
+    source = Net()
+    with streaming(joined) as trainer:
+        for _ in range(3):
+            version = trainer.publish_stream(lent(source), timeout=SECONDS).version
+    assert version.order == (1, 2)
+    trainer = streaming(joined, new_epoch=True)
+    orders = [trainer.publish_stream(lent(source), number, timeout=SECONDS).version.order for number in (1, None)]
+    source.ids = torch.nn.Parameter(torch.arange(5), requires_grad=False)
+    assert [*orders, trainer.publish_stream(lent(source), timeout=SECONDS).version.order] == [(2, 1), (2, 2), (2, 3)]
+
+
+def test_who_waits_for_replicas_waits_on_while_the_trainer_connects_again(joined: Joined) -> None:
+    trainer = streaming(joined)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trainer.wait_for_replicas, 1, SECONDS)
+        trainer.publish_stream(lent(Net()), timeout=SECONDS)
+        joined.engine(ModuleAdapter(Net()))
+        assert waiting.result(SECONDS) == ("replica-0",)
+
+
+def test_no_replica_joins_between_publications_without_seeds(joined: Joined) -> None:
+    trainer = streaming(joined, seeds=False)
+    version = trainer.publish_stream(lent(Net()), timeout=SECONDS).version
+    with pytest.raises(DeadlineExceeded):
+        joined.engine(ModuleAdapter(Net())).wait_for_version(version, 0.5)
+
+
+def test_many_tensors_are_kept_as_fast_as_others_are_published(joined: Joined) -> None:
+    trainer = streaming(joined)
+    started = time.monotonic()
+    trainer.publish_stream(((f"w.{number}", torch.zeros(2)) for number in range(10_000)), timeout=SECONDS)
+    assert time.monotonic() - started < SECONDS / 3
+
+
 def test_what_only_a_plain_stream_or_a_module_has_is_refused(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = streaming(joined)
     for _ in range(2):  # before it has joined with its tensors, and after
@@ -134,7 +204,7 @@ def test_what_only_a_plain_stream_or_a_module_has_is_refused(joined: Joined, mon
         trainer.publish_stream(lent(Net()), timeout=SECONDS)
     with pytest.raises(ManifestMismatch, match="without deltas"):
         Receiver("takes-any", joined.server.url, token=joined.server.token)
-    with pytest.raises(ConfigurationError, match=r"deltas= with a Stream, need torch.distributed over the trainer's 2 ranks"):
+    with pytest.raises(ConfigurationError, match="deltas of a Stream need one trainer rank, not 2"):
         streaming(joined, rank=0, world_size=2)
     monkeypatch.setattr(kept_stream, "available_bytes", lambda: 100)
     with pytest.raises(SharedMemoryTooSmall, match=r"w needs 14,000 bytes, and 100 are free"):
@@ -150,19 +220,3 @@ def test_versions_of_a_stream_are_stored(joined: Joined, tmp_path: Path, monkeyp
         version = trainer.publish_stream(lent(source), timeout=SECONDS).version
         assert trainer.wait_until_stored(SECONDS) == version
     assert len(list(ObjectStore(str(tmp_path)).folders())) == 1
-
-
-@pytest.mark.timeout(180)
-def test_ranks_that_gather_keep_equal_parts_and_after_a_failure_they_go_on(joined: Joined, tmp_path: Path) -> None:
-    target = kept_ranks.model(0)
-    joined.engine(ModuleAdapter(target))
-    arguments = ("tests.integration.streams.kept_ranks", tmp_path / "store", joined.server.url)
-    with ranks(2, *arguments, environment={"WEIGHTSYNC_TOKEN": joined.server.token}) as processes:
-        outcomes = [json.loads(process.output(120)) for process in processes]
-    for rank, (first, second, third, late, last) in enumerate(outcomes):
-        assert (first[1], second[1]) == (None, first[0]) and second[0] == first[0] + 1
-        assert second[2] < first[2] / 100
-        assert third == "OSError: no gather" if rank else third.startswith("Aborted: another trainer rank gave up this version")
-        assert late.startswith(("DeadlineExceeded: ", "Aborted: "))
-        assert last[:2] == [second[0] + 1, second[0]]
-    assert same(target, kept_ranks.model(kept_ranks.LAST))

@@ -13,10 +13,10 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.fill.choose import filler_for
+from weightsync.engine.fill.direct import DeviceDirect, HostDirect
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
 from weightsync.engine.fill.staged_changes import DirectFiller, StagedChanges
-from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.lora_role import LoraRole
 from weightsync.engine.readers import writing
@@ -229,8 +229,7 @@ class EngineRole(SessionFront):
 
     def _new_filler(self, plan: PlanSlice, memory: _ParameterMemory | None, deadline: Deadline) -> PlanFiller:
         self._drop_filler()
-        own = (None, (), None) if memory is None else (memory.layout, memory.addresses, memory.device)
-        filler = filler_for(self._fill_context, plan, *own)
+        filler = filler_for(self._fill_context, plan, memory)
         self._bring_up(filler, deadline)
         self._memory = memory
         return filler
@@ -508,6 +507,28 @@ class EngineRole(SessionFront):
         self._drop_filler()
         if self._served is not None:
             self._served.close()
+
+
+def filler_for(context: FillContext, plan: PlanSlice, memory: _ParameterMemory | None) -> PlanFiller:
+    """The filler for ``plan``, yet to be prepared. ``memory`` are the engine's parameters, ``None``: they cannot be written.
+
+    Buckets are staged on the engine's CUDA device if all bytes of the plan can come straight to it, else in host memory.
+
+    Raises:
+        PlanMismatch: The plan is for another layout, or not the one that the coordinator computed.
+        LayoutError: The plan asks for larger staging buckets than this engine rank allows.
+    """
+    layout = Layout.from_columns(context.manifest, plan.layout)
+    if plan.delivery == "streamed":
+        device = context.staging_for(plan.sources)
+        return HostStreamed(context, plan, layout) if device is None else DeviceStreamed(context, plan, layout, device)
+    if memory is None or memory.layout.digest != layout.digest:
+        raise PlanMismatch(
+            "the plan was made for another layout than this engine rank's: its parameters were rebuilt; register again"
+        )
+    if memory.device is None:
+        return HostDirect(context, plan, layout, memory.addresses)
+    return DeviceDirect(context, plan, layout, memory.addresses, memory.device)
 
 
 def _because(reason: str) -> str:

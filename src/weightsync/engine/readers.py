@@ -99,11 +99,41 @@ class Readers:
         """Connect to one source. Its reader is the caller's to prepare and to use; :meth:`abort` and :meth:`close` reach it."""
         self._check_abort()
         with span("connect", source.member):
-            transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
+            transport, reader = self._connected(source, device, deadline)
         self._connections.append(reader)
         self._transports[transport.name] = transport
         self._check_abort()  # an abort that came before the reader was in the list did not reach it
         return transport, reader
+
+    def _connected(self, source: SourceAddress, device: torch.device | None, deadline: Deadline) -> tuple[Transport, Reader]:
+        """The best transport that reaches this trainer rank, and a reader that writes on CUDA ``device``, or in host memory.
+
+        Offers whose bytes would cross a network in clear are refused where bytes must be encrypted.
+        """
+        failures: list[str] = []
+        try:
+            choices = choose(source.offers, writing(device, self._allowed), self._host)
+        except TransportUnavailable as error:
+            advice = _advice(source.offers, self._allowed, device)
+            raise TransportUnavailable(f"{error}{advice}") from None
+        for transport, offer in choices:
+            encrypted = transport.traits.encrypted and offer.traits.encrypted
+            try:
+                if self._encrypted and transport.traits.reach == "network" and not encrypted:
+                    raise TransportUnavailable(
+                        "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
+                    )
+                if device is None:
+                    return transport, transport.open(offer, source.key, deadline)
+                with torch.cuda.device(device):
+                    return transport, transport.open(offer, source.key, deadline)
+            except TransportUnavailable as error:
+                failures.append(f"{offer.scheme}: {error}")
+            except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+                _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
+                # The reason stays here: offers come from others, who could look around with them in this engine's network.
+                failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
+        raise TransportUnavailable(f"no transport reaches source {source.member}: {'; '.join(failures)}")
 
     def prepare(
         self, reader: Reader, transport: Transport, source: SourceAddress, groups: Sequence[CopyTable], deadline: Deadline
@@ -195,43 +225,6 @@ class Readers:
         connections, self._connections, self._by_transport, self._read = self._connections, [], {}, {}
         for reader in reversed(connections):
             reader.close()
-
-
-def connect(
-    source: SourceAddress,
-    allowed: Sequence[Transport],
-    device: torch.device | None,
-    host: Host,
-    deadline: Deadline,
-    encrypted: bool = False,
-) -> tuple[Transport, Reader]:
-    """The best transport that reaches this trainer rank, and a reader that writes on CUDA ``device`` (``None``: in host memory).
-
-    With ``encrypted``, offers whose bytes would cross a network in clear are refused.
-    """
-    failures: list[str] = []
-    try:
-        choices = choose(source.offers, writing(device, allowed), host)
-    except TransportUnavailable as error:
-        advice = _advice(source.offers, allowed, device)
-        raise TransportUnavailable(f"{error}{advice}") from None
-    for transport, offer in choices:
-        try:
-            if encrypted and transport.traits.reach == "network" and not (transport.traits.encrypted and offer.traits.encrypted):
-                raise TransportUnavailable(
-                    "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
-                )
-            if device is None:
-                return transport, transport.open(offer, source.key, deadline)
-            with torch.cuda.device(device):
-                return transport, transport.open(offer, source.key, deadline)
-        except TransportUnavailable as error:
-            failures.append(f"{offer.scheme}: {error}")
-        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
-            _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
-            # The reason stays here: offers come from others, who could look around with them in this engine's network.
-            failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
-    raise TransportUnavailable(f"no transport reaches source {source.member}: {'; '.join(failures)}")
 
 
 def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:

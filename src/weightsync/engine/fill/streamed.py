@@ -162,7 +162,6 @@ class StreamedFiller(PlanFiller):
         )
         self._owned.callback(self._staging.close)
         self._addresses = self._staging.addresses
-        self.staging_bytes = self._staging.nbytes
         super().prepare(deadline)
 
     _constants = PUBLIC  # of the run
@@ -255,7 +254,7 @@ class DeviceStreamed(StreamedFiller):
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
-        self._digest: DeviceDigest | _NotDigested = _NotDigested()
+        self._digest: DeviceDigest | None = None  # where the engine's parameters are read back
         if not self._context.engine.can_read_back(build=True):
             self._digest = DeviceDigest(self._context.manifest, self.layout, self.device)
             self._digest.build(self._addresses)
@@ -275,21 +274,14 @@ class DeviceStreamed(StreamedFiller):
             self._launch_digest(*self._groups[bucket])
 
     def _launch_digest(self, first: int, end: int) -> None:
-        self._digest.launch(first, end, self._constants)
+        if self._digest is not None:
+            self._digest.launch(first, end, self._constants)
 
     def _load_and_wait(self, bucket: int, deadline: Deadline) -> None:
         self._load(bucket, deadline)
         wait_for_device(self.device, deadline, "the engine's loader")  # its bucket is filled again after the next
 
     def _received(self) -> UInt64:
+        if self._digest is None:
+            raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")
         return self._digest.taken()
-
-
-class _NotDigested:
-    """Stands for the digests of buckets where the engine's parameters are read back."""
-
-    def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
-        """Digest nothing."""
-
-    def taken(self) -> UInt64:
-        raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

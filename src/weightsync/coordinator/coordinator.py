@@ -33,14 +33,12 @@ from weightsync.coordinator.agreement import PreparingAhead
 from weightsync.coordinator.alerts import alerts_of
 from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.audits import Audits
-from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.loras import Loras
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publications import REMEDY, Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
@@ -48,7 +46,7 @@ from weightsync.coordinator.replicas import Replica, replica_gauges, replica_sta
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import quarantine, run_round
 from weightsync.coordinator.round_context import RoundContext
-from weightsync.coordinator.round_trace import RoundTracer
+from weightsync.coordinator.round_trace import PastRounds, RoundTracer
 from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions

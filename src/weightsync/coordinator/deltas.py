@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightsync import failpoints
-from weightsync.coordinator.answers import check_digests
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RoundDeadline, in_thread, on_all
+from weightsync.coordinator.ranks import check_digests
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines
 from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError

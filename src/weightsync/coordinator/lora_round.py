@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from weightsync import failpoints
-from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement, Publications
-from weightsync.coordinator.rank_handle import RoundDeadline, bounded, on_all
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, drop, on_all
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync.arrays import UInt64
-from weightsync.coordinator.answers import unpacked
-from weightsync.coordinator.ranks import EngineRank, PublishingRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, unpacked
 from weightsync.errors import ConfigurationError, LayoutError, PeerLost
 from weightsync.model import Layout, Manifest
 from weightsync.planning.buckets import staging_layout

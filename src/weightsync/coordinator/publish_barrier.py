@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Never
 
 from weightsync.coordinator.counts import PublishCounts
-from weightsync.coordinator.epochs import REMEDY, Epochs
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publications import REMEDY, Epochs, Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import (

@@ -23,14 +23,13 @@ from typing import Any, TypeVar
 from weightsync import failpoints
 from weightsync.arrays import UInt64
 from weightsync.coordinator.agreement import prepare, wait_for_background
-from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
 from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all
-from weightsync.coordinator.ranks import EngineRank
+from weightsync.coordinator.ranks import EngineRank, check_digests, unpacked
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext

@@ -1,4 +1,8 @@
-"""A window of a stream: whole tensors, or a part of one larger than a window, in consecutive memory."""
+"""A window of a stream: whole tensors, or a part of one larger than a window, in consecutive memory.
+
+Each window comes from one trainer rank. If the ranks' tensors have drifted apart, the version would be a mixture of them. So every
+rank digests a sample of the stream.
+"""
 
 from __future__ import annotations
 
@@ -208,3 +212,31 @@ class StreamedTensors:
             raise ManifestMismatch(f"the stream ended in the middle of {torn[0]}")
         manifest = _manifest(tuple(self._specs.values()))
         return manifest, np.array([self._digests[spec.name] for spec in manifest], np.uint64)
+
+
+_FIRST = 16
+_PERIOD = 16
+_BYTES = 64 << 10
+
+
+def is_sampled(index: int, number: int) -> bool:
+    """Whether tensor ``index`` of the stream is sampled in version ``number``.
+
+    The first sixteen always are. Of the others it is every sixteenth, another sixteenth in each version.
+    """
+    return index < _FIRST or (index + number) % _PERIOD == 0
+
+
+def sample_box(shape: tuple[int, ...], itemsize: int, number: int) -> tuple[slice, ...]:
+    """Box of at most 64 KiB of a tensor. It moves on every sixteen versions, so each element's turn comes."""
+    most, turn, box = max(_BYTES // itemsize, 1), number // _PERIOD, []
+    size = prod(shape)  # of the box, if the dimensions from here on are whole
+    for extent in shape:
+        step = extent
+        if size > most:
+            rest = size // extent
+            step = max(most // rest, 1)
+            size = step * rest
+        turn, part = divmod(turn, -(-extent // step) if step else 1)
+        box.append(slice(part * step, min((part + 1) * step, extent)))
+    return tuple(box)

@@ -21,7 +21,7 @@ from weightsync.coordinator import round as protocol
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines
-from weightsync.engine.fill.staged_changes import StagedChanges
+from weightsync.engine.fill.direct import StagedChanges
 from weightsync.publishing import listed_changes
 from weightsync.tensors.changes import Sections, Step, unite
 

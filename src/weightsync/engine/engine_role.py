@@ -13,9 +13,8 @@ import torch
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.fill.direct import DeviceDirect, HostDirect
+from weightsync.engine.fill.direct import DeviceDirect, DirectFiller, HostDirect, StagedChanges
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
-from weightsync.engine.fill.staged_changes import DirectFiller, StagedChanges
 from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.lora_role import LoraRole

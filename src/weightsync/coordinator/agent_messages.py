@@ -168,31 +168,29 @@ def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Ca
                 if isinstance(body, Publish) and body.adapter is not None:
                     rank.check_scalings(body.adapter.config)
             return await coordinator.loras.handle(rank.member, body, timeout)
-        if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
-            return coordinator.loras.refused(rank, body)
-        if isinstance(body, Refuted) and isinstance(rank, EngineRank):
-            coordinator.refuted(rank.member, body.version, readable(body.reason))
-            return Done()
-        if isinstance(body, Publish) and isinstance(rank, TrainerRank):
-            return Published(await coordinator.publish(rank.member, body, timeout))
-        if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
-            why = readable(f"{body.kind}: {body.message}")
-            coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
-            return Done()
-        if isinstance(body, EndCall) and isinstance(rank, TrainerRank):
-            await coordinator.end_call(body, timeout)
-            return Done()
-        if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
-            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
-        if isinstance(body, StorePart) and isinstance(rank, TrainerRank):
-            return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
-        if isinstance(body, ManifestStored) and isinstance(rank, TrainerRank):
-            await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
-            return Done()
-        if isinstance(body, RelayFailing) and isinstance(rank, TrainerRank):
-            link = coordinator.link_of(rank.member)
-            link.failing = (readable(body.reason), link.failing[1] if link.failing else time.time()) if body.reason else None
-            return Done()
-        raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
+        match rank, body:
+            case EngineRank(), LorasRefused():
+                coordinator.loras.refused(rank, body)
+            case EngineRank(), Refuted():
+                coordinator.refuted(rank.member, body.version, readable(body.reason))
+            case TrainerRank(), Publish():
+                return Published(await coordinator.publish(rank.member, body, timeout))
+            case TrainerRank(), CannotPublish():
+                why = readable(f"{body.kind}: {body.message}")
+                coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
+            case TrainerRank(), EndCall():
+                await coordinator.end_call(body, timeout)
+            case TrainerRank(), WaitForReplicas():
+                return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
+            case TrainerRank(), StorePart():
+                return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
+            case TrainerRank(), ManifestStored():
+                await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
+            case TrainerRank(), RelayFailing():
+                link = coordinator.link_of(rank.member)
+                link.failing = (readable(body.reason), link.failing[1] if link.failing else time.time()) if body.reason else None
+            case _:
+                raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
+        return Done()
 
     return handle

@@ -451,11 +451,11 @@ class Coordinator:
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
-            if replicas and not any(self._updates(replica, version) or replica.version == version for replica in replicas):
+            updated = [replica for replica in replicas if self._updates(replica, version) or replica.version == version]
+            if replicas and not updated:
                 raise StaleSource(f"only version {version} can be read, from the store: replicas that serve another one keep it")
-            replicas = [replica for replica in replicas if self._updates(replica, version) or replica.version == version]
             again = AgreedPublication(*version.order, deadline)
-            self._seeding = self._spawn(self._run(again, replicas, deadline, self.settings.grace, queued, seeding=True))
+            self._seeding = self._spawn(self._run(again, updated, deadline, self.settings.grace, queued, seeding=True))
             try:
                 return await self._seeding
             except asyncio.CancelledError:

@@ -18,6 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -149,6 +150,7 @@ class _Delivery(Report):
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class LoraRound:
     """One publication of ``spec`` to the replicas of ``context``; or, when seeding, of what the regions hold.
 
@@ -157,21 +159,16 @@ class LoraRound:
     ``overwritten`` is called before the publisher's memory is overwritten with the version.
     """
 
-    def __init__(
-        self,
-        context: RoundContext,
-        spec: AdapterSpec,
-        source: str,
-        tenant: str,
-        turns: Mapping[str, ReplicaTurn],
-        registered: Callable[[Replica, Version, AdapterSpec], None],
-        overwritten: Callable[[], None],
-    ) -> None:
-        self._context, self._spec, self._source, self._tenant = context, spec, source, tenant
-        self._turns, self._registered, self._overwritten = turns, registered, overwritten
-        self._decided = asyncio.Event()
-        """Set when a replica can take the version, or none can."""
-        self._refusals: list[str] = []
+    _context: RoundContext
+    _spec: AdapterSpec
+    _source: str
+    _tenant: str
+    _turns: Mapping[str, ReplicaTurn]
+    _registered: Callable[[Replica, Version, AdapterSpec], None]
+    _overwritten: Callable[[], None]
+    _decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a replica can take the version, or none can."""
+    _refusals: list[str] = field(default_factory=list)
 
     async def run(self) -> RoundResult:
         """Run the round. Replicas that failed are results, not errors.

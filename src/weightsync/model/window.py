@@ -114,13 +114,8 @@ def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool
     return manifest, Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(regions)), order
 
 
-@lru_cache(maxsize=2)
-def _manifest(specs: tuple[TensorSpec, ...]) -> Manifest:
-    """Return the manifest of ``specs``.
-
-    Cached, because it takes 6 us a tensor, and the next stream, or another reader in this process, mostly has the same tensors.
-    """
-    return Manifest(specs)
+_manifest = lru_cache(maxsize=2)(Manifest)
+"""Cached, because it takes 6 us a tensor, and the next stream, or another reader in this process, mostly has the same tensors."""
 
 
 Measured = tuple[tuple[WindowPart, TensorSpec, int, int], ...]

@@ -33,15 +33,7 @@ from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
 from weightsync.model.window import KnownWindows, Measured, StreamedTensors, is_sampled
-from weightsync.protocol.messages import (
-    EndStream,
-    Moved,
-    MoveWindow,
-    PlaceWindow,
-    RoundResult,
-    WindowMoved,
-    WindowPlaced,
-)
+from weightsync.protocol.messages import EndStream, Moved, MoveWindow, PlaceWindow, RoundResult, WindowMoved, WindowPlaced
 
 _MOST_PARTS = 1 << 19  # of a stream: the coordinator keeps each until the end, in half a kilobyte
 _LAST_SECONDS = 1.0

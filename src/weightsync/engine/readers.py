@@ -17,7 +17,7 @@ from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportEr
 from weightsync.protocol.messages import Host, Offer, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.base import Reader, Transport
+from weightsync.transports.base import Completion, Reader, Transport
 from weightsync.transports.registry import choose
 
 _log = logging.getLogger(__name__)
@@ -176,9 +176,13 @@ class Readers:
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
         for reader, completion in [(reader, reader.submit(group, deadline, digests)) for reader in self]:
-            with self.reading(reader, group):
-                completion.wait(deadline)
-            failpoints.reached("engine.group")
+            self.finish(reader, group, completion, deadline)
+
+    def finish(self, reader: Reader, group: int, completion: Completion, deadline: Deadline) -> None:
+        """Wait until a group that was asked for is in place."""
+        with self._reading(reader, group):
+            completion.wait(deadline)
+        failpoints.reached("engine.group")
 
     def read_alone(self, reader: Reader, version: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Begin, read and end one reader that has one group."""
@@ -186,14 +190,14 @@ class Readers:
         with self._naming(reader):
             reader.begin(version, deadline)
         self._check_abort()  # a begin clears an earlier abort
-        with self.reading(reader, 0):
+        with self._reading(reader, 0):
             reader.read(0, deadline, digests)
         failpoints.reached("engine.group")
         with self._naming(reader):
             reader.end(deadline)
 
     @contextmanager
-    def reading(self, reader: Reader, group: int) -> Iterator[None]:
+    def _reading(self, reader: Reader, group: int) -> Iterator[None]:
         """Record the block, which waits until a group is in place, as a read from the reader's source."""
         read = self._read[reader]
         with span("read", read.source, read.transport, read.group_bytes[group]), self._naming(reader):

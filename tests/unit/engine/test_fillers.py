@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -326,7 +326,7 @@ class Ring:
             self.digest,
             self.load,
             lambda: None,
-            lambda reader, bucket: nullcontext(),
+            lambda reader, bucket, completion, deadline: completion.wait(deadline),
         )
 
     def value(self, bucket: int) -> float:

@@ -339,17 +339,13 @@ class DeviceDirect(DirectFiller):
                 self._readers.read_alone(reader, version, deadline)
             for reader, completion in reads:
                 if not reader.stream_ordered:
-                    with self._readers.reading(reader, 0):
-                        completion.wait(deadline)
-                    failpoints.reached("engine.group")
+                    self._readers.finish(reader, 0, completion, deadline)
             self._digest.build(self._addresses)
             self._digest.launch(0, len(self.layout), constants)
             self._context.check_memory()  # while the device copies
             for reader, completion in reads:
                 if reader.stream_ordered:
-                    with self._readers.reading(reader, 0):
-                        completion.wait(deadline)
-                    failpoints.reached("engine.group")
+                    self._readers.finish(reader, 0, completion, deadline)
             received = time.perf_counter()
             with span("digest"):
                 digests = self._digest.taken()

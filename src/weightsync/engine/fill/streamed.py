@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
-from weightsync import failpoints
 from weightsync.arrays import UInt64
 from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
@@ -40,7 +38,7 @@ class LaunchAhead:
 
     Bucket ``k + 1`` is filled while the loader works on ``k``, each on a stream; the order is kept by events, so the host waits
     only one bucket behind, and the device is never without work. With one buffer they alternate. ``digest(first, end)`` queues the
-    digests of a bucket's rows after it was filled. Waits for a reader are inside ``reading(reader, bucket)``.
+    digests of a bucket's rows after it was filled. ``finish(reader, bucket, completion, deadline)`` waits for a reader.
     Used by one thread.
     """
 
@@ -53,9 +51,9 @@ class LaunchAhead:
         digest: Callable[[int, int], None],
         load: Callable[[int, Deadline], None],
         check_abort: Callable[[], None],
-        reading: Callable[[Reader, int], AbstractContextManager[None]],
+        finish: Callable[[Reader, int, Completion, Deadline], None],
     ) -> None:
-        self._reading = reading
+        self._finish = finish
         self._readers, self._groups, self._device = readers, groups, device
         self._ahead = staging.buffers - 1
         self._digest, self._load, self._check_abort = digest, load, check_abort
@@ -100,9 +98,7 @@ class LaunchAhead:
                     worked += time.perf_counter() - started
                     started = time.perf_counter()
                     for reader, read in zip(self._readers, reads, strict=True):
-                        with self._reading(reader, bucket):
-                            read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
-                        failpoints.reached("engine.group")
+                        self._finish(reader, bucket, read, deadline)  # the next bucket is under way: the device has work
                     waited += time.perf_counter() - started
                     done(bucket)
                 if loaded:
@@ -263,7 +259,7 @@ class DeviceStreamed(StreamedFiller):
             check_abort = self._context.engine.check_abort
             self._pipeline = LaunchAhead(
                 readers, self._staging, self._groups, self.device, self._launch_digest, self._load, check_abort,
-                self._readers.reading,
+                self._readers.finish,
             )  # fmt: skip
         self._stopwatch.lap("tables")
 

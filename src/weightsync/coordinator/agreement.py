@@ -11,11 +11,10 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, on_all
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, on_all, ranks_of
 from weightsync.coordinator.ranks import EngineRank, PublishingRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
-from weightsync.coordinator.sources import ranks_of
 from weightsync.errors import PlanMismatch, WeightSyncError, readable
 from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared
 from weightsync.spans import span
@@ -33,9 +32,8 @@ async def prepare(
     Raises:
         PlanMismatch: A rank acknowledged another plan than the one it was sent.
     """
-    ranks = {member: link.rank for member, link in engines.items()}
     with span("plan", replica.name):
-        agreed = await planner.agree(replica.name, sources, ranks, deadline)
+        agreed = await planner.agree(replica.name, sources, ranks_of(engines), deadline)
     digests = {member: piece.digest for member, piece in agreed.slices.items()}
     plans = {member: Prepare(piece) for member, piece in agreed.slices.items()}
     await acknowledged(agreed.key, digests, engines, deadline, plans)
@@ -74,8 +72,7 @@ async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadl
     Raises:
         PlanMismatch: A rank acknowledged other sources than those it was sent.
     """
-    sources = {member: link.rank for member, link in trainers.items()}
-    ranks = {member: link.rank for member, link in engines.items()}
+    sources, ranks = ranks_of(trainers), ranks_of(engines)
     key = key_of(sources, ranks)
     addresses = tuple(map(address_of, sources.values()))
     body = OpenStream(key, addresses, window_bytes_of(trainers, engines))
@@ -154,13 +151,13 @@ class PreparingAhead:
         async with self._running:  # a round ends at its own deadline
             trainers = self._members.trainers_in_order()
             whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
-            sources = {member: link.rank for member, link in trainers.items()} if whole else {}
+            sources = ranks_of(trainers) if whole else {}
             for replica in of():
                 if LetGo(adapters=True) in news:
                     self._spawn(self._free(replica, replica.members(), LetGo(adapters=True)))
                 if LetGo() not in news:
                     continue
-                now = key_of(sources, {member: link.rank for member, link in replica.members().items()}) if whole else None
+                now = key_of(sources, ranks_of(replica.members())) if whole else None
                 # Not only those that are known to be prepared: a rank that failed or reconnected holds as much.
                 links = {member: link for member, link in replica.members().items() if now is None or link.prepared != now}
                 if links and replica.preparing is None:

@@ -45,9 +45,8 @@ from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, Trai
 from weightsync.coordinator.replicas import Replica, replica_gauges, replica_status, reported_version, validate
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import quarantine, run_round
-from weightsync.coordinator.round_context import RoundContext
+from weightsync.coordinator.round_context import RoundContext, serving_weights
 from weightsync.coordinator.round_trace import PastRounds, RoundTracer
-from weightsync.coordinator.sources import serving_weights
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round

@@ -26,13 +26,12 @@ from msgspec import structs
 from weightsync import failpoints
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement, Publications
-from weightsync.coordinator.rank_handle import RoundDeadline, bounded, drop, on_all
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, drop, on_all, ranks_of
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import conduct, place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
-from weightsync.coordinator.sources import ranks_of
 from weightsync.errors import DeadlineExceeded, PeerLost, PlanMismatch, RoundFailed, VersionError
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label

@@ -268,3 +268,8 @@ async def drop(engines: Mapping[str, RankHandle[Any]], name: str, numbers: Colle
         if error is not None:
             errors.append(f"{member} could not be told to drop versions of {name}: {error}")
     return errors
+
+
+def ranks_of(links: Mapping[str, RankHandle[R]]) -> dict[str, R]:
+    """The ranks themselves, by member."""
+    return {member: link.rank for member, link in links.items()}

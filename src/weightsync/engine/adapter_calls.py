@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model import PauseMode, Version
 from weightsync.spans import span
 from weightsync.tensors.shards import Shard
 
@@ -156,19 +156,6 @@ class AdapterCalls:
             except Exception:  # noqa: BLE001 - the adapter's own
                 _log.exception("%s: %s.aborted() raised", self._member, type(adapter).__name__)
 
-    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
-        """See :meth:`EngineAdapter.call_ended`. Takes no turn."""
-        for adapter, _ in self._driven:
-            adapter.call_ended(call, reason, refuse)
-
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`EngineAdapter.manifest`; of each adapter."""
-        return [adapter.manifest() for adapter, _ in self._driven]
-
-    def device(self) -> torch.device | None:
-        """See :meth:`EngineAdapter.device`; of the first adapter."""
-        return self._driven[0][0].device()
-
     def shards(self, phase: str = "") -> Sequence[Shard] | None:
         """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards. ``phase`` names the call in traces."""
         every: list[Sequence[Shard]] = []
@@ -179,11 +166,6 @@ class AdapterCalls:
                 return None
             every.append(shards)
         return every[0] if len(every) == 1 else [shard for shards in every for shard in shards]
-
-    def announced(self, order: tuple[int, int] | None) -> None:
-        """See :meth:`EngineAdapter.announced`."""
-        for adapter, _ in self._driven:
-            adapter.announced(order)
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""

@@ -401,11 +401,6 @@ class PublishedShards(Publication):
         self._publish(region, "host", owned)
 
     @property
-    def changed_shares(self) -> dict[str, float]:
-        """The part of the words of each tensor that the last version changed, where that is listed."""
-        return {} if self.changes is None else self.changes.shares
-
-    @property
     def in_place(self) -> bool:
         """Whether the rank's own memory is read, and not a copy."""
         return self._live is not None

@@ -27,7 +27,7 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants, columns_address, 
 from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
-from weightsync.transports.cuda.region import PLACING_SECONDS, OwnCudaRegion
+from weightsync.transports.cuda.region import OwnCudaRegion
 
 _HOST_BYTES = 512 << 10  # of one group, which is still in the cache when it is copied
 _DEVICE_BYTES = 32 << 20
@@ -361,7 +361,7 @@ class DeviceCopy:
         self._digest = DeviceDigest(manifest, layout, self._device)
         self._digest.build(self._addresses)
 
-    def place(self, stop: Int8, deadline: Deadline | None = None) -> UInt64:
+    def place(self, stop: Int8, deadline: Deadline) -> UInt64:
         """Copy the current contents.
 
         Returns:
@@ -373,7 +373,6 @@ class DeviceCopy:
         """
         if stop[0]:
             raise Aborted("the copy of this version was stopped")
-        deadline = deadline or Deadline(PLACING_SECONDS)
         sources = [shard.tensor for shard in self._sources]
         with torch.no_grad(), torch.cuda.device(self._device):
             if self._changes is not None:

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
-from weightsync.coordinator.agreement import prepare, wait_for_background
-from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
+from weightsync.coordinator.agreement import StagedDelta, prepare, reverted, served_bases, stage, wait_for_background
 from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan

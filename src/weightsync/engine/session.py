@@ -306,16 +306,20 @@ class EngineSession:
         self.state = "paused"
         self.check_abort()
 
+    def _begin_writing(self, *states: State) -> None:
+        """Enter ``writing`` from one of ``states``, with a paused engine."""
+        self.require(*states)
+        if not self._calls.paused:
+            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
+        self._become("writing")
+
     @contextmanager
     def writing(self, then: State = "written") -> Iterator[None]:
         """Bytes of the parameters may change in the block, and have no name until a commit. Afterwards the rank is ``then``.
 
         If the block raises, what was written is not known: the rank is quarantined.
         """
-        self.require("paused", "written")
-        if not self._calls.paused:
-            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
-        self._become("writing")
+        self._begin_writing("paused", "written")
         self.serving = self.refuted = None
         with OnFailure(self._invalidate):
             yield
@@ -327,10 +331,7 @@ class EngineSession:
 
         ``base`` is what the rank served before this update, of which only words were replaced that the block puts back.
         """
-        self.require("paused", "written", "quarantined")
-        if not self._calls.paused:
-            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
-        self._become("writing")
+        self._begin_writing("paused", "written", "quarantined")
         with OnFailure(self._invalidate):
             yield
             self._calls.finish(base)  # the adapter may have begun an update: what it derives, and its label, are the base's again

@@ -163,34 +163,24 @@ class StreamedTensors:
         self._left: dict[str, int] = {}
         self._digests: dict[str, int] = {}
 
-    def add(self, part: WindowPart, digest: int = 0) -> None:
-        """Take note of a part.
+    def add_window(self, parts: Measured, digests: Iterable[int]) -> None:
+        """Take note of the parts of a window, which were checked, and of their digests.
 
         Raises:
-            ManifestMismatch: The tensor came already, or as another one.
-            LayoutError: The part is impossible.
-            ConfigurationError: Its dtype is unknown.
+            ManifestMismatch: A tensor came already, or as another one.
         """
-        part.check()
-        self._note(part, part.spec, part.size, part.nbytes, digest)
-
-    def add_window(self, parts: Measured, digests: Iterable[int]) -> None:
-        """Take note of the parts of a window, as :meth:`add` does, which takes longer."""
-        for part, digest in zip(parts, digests, strict=True):
-            self._note(*part, digest)
-
-    def _note(self, part: WindowPart, spec: TensorSpec, size: int, nbytes: int, digest: int) -> None:
-        name = part.name
-        known = self._specs.get(name)
-        self.nbytes += nbytes
-        if known is None:
-            self._specs[name], self._digests[name] = spec, digest
-            self._left[name] = 0 if part.whole else spec.size - size
-            return
-        if known != spec or not size or size > self._left[name]:
-            raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")
-        self._left[name] -= size
-        self._digests[name] = (self._digests[name] + digest) % 2**64
+        for (part, spec, size, nbytes), digest in zip(parts, digests, strict=True):
+            name = part.name
+            known = self._specs.get(name)
+            self.nbytes += nbytes
+            if known is None:
+                self._specs[name], self._digests[name] = spec, digest
+                self._left[name] = 0 if part.whole else spec.size - size
+            elif known != spec or not size or size > self._left[name]:
+                raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")
+            else:
+                self._left[name] -= size
+                self._digests[name] = (self._digests[name] + digest) % 2**64
 
     def complete(self, name: str) -> bool:
         """Whether all parts of this tensor came."""

@@ -18,7 +18,7 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
-from weightsync.errors import MembershipError, PeerLost, WeightSyncError
+from weightsync.errors import MembershipError, PeerLost, WeightSyncError, few
 from weightsync.model import SERVICE, Manifest, Version
 
 _MOST_ALARMS = 64
@@ -216,8 +216,7 @@ class Replica:
     @property
     def missing_in_words(self) -> str:
         """The ranks in :attr:`missing`, and the number of further missing ranks."""
-        more = self.world_size - len(self.links) - _SHOWN
-        return ", ".join(map(str, self.missing)) + (f" and {more:,} more" if more > 0 else "")
+        return few(map(str, self.missing), _SHOWN, total=self.world_size - len(self.links))
 
     def require_complete(self) -> None:
         """Raise WeightSyncError if a rank is missing."""

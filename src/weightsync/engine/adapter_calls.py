@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -42,13 +42,12 @@ class _Turn:
 
     def acquire(self, timeout: float) -> bool:
         end = time.monotonic() + timeout
-        taken: list[threading.Lock] = []
-        for turn in self._turns:
-            if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
-                for held in taken:
-                    held.release()
-                return False
-            taken.append(turn)
+        with ExitStack() as undo:
+            for turn in self._turns:
+                if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
+                    return False
+                undo.callback(turn.release)
+            undo.pop_all()
         return True
 
     def release(self) -> None:

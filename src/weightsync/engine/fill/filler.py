@@ -207,11 +207,9 @@ class PlanFiller(Filler):
         self._readers.require(version, deadline)
 
     def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
-        """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``."""
-        return self._serves(plan) and addresses == self._addresses
-
-    def _serves(self, plan: PlanSlice) -> bool:
-        return plan.digest == self.plan.digest and plan.sources == self.plan.sources
+        """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``. A loader may be given any."""
+        same = plan.digest == self.plan.digest and plan.sources == self.plan.sources
+        return same and (self.plan.delivery == "streamed" or addresses == self._addresses)
 
     @cached_property
     def cover(self) -> Coverage:

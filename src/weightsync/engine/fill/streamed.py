@@ -192,10 +192,6 @@ class StreamedFiller(PlanFiller):
         """Hand a bucket to the engine's loader."""
         self._context.engine.load(self._staging.tensors(bucket))
 
-    def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
-        """See :meth:`PlanFiller.fits`. Where the parameters are makes no difference to a loader."""
-        return self._serves(plan)
-
     def close(self) -> None:
         """See :meth:`Filler.close`. Deferred while a thread may still write to the staging buckets."""
         self._pipeline.when_idle(self._owned.close)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weightsync.arrays import Int8, UInt64
+from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, TransportUnavailable
@@ -91,13 +92,11 @@ class InPlacePublisher:
         self.no_changes: str | None = None
         self._lists: OwnMemory | None = None
         self._pinned: Pinned | None = None
-        with ExitStack() as undo:
-            undo.callback(self._free)
+        with OnFailure(self._free):
             if deltas:
                 self._keep(manifest, deltas)
             sizes = self.layout.regions if self._lists is None else (*self.layout.regions, self._lists.nbytes)
             self.region = CudaRegion(sizes, self.layout.digest, self._regions, device.index)
-            undo.pop_all()
         self._held = []
 
     def _keep(self, manifest: Manifest, deltas: bool | int) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from weightsync.tensors.shards import shard as shard
     from weightsync.tensors.shards import shards_of as shards_of
     from weightsync.trainer.adapters import Adapters as Adapters
-    from weightsync.trainer.lora_state import base_weights as base_weights
+    from weightsync.trainer.adapters import base_weights as base_weights
     from weightsync.trainer.stream import Stream as Stream
     from weightsync.trainer.trainer import Trainer as Trainer
     from weightsync.transports.broadcast.collective import Collective as Collective
@@ -57,8 +57,7 @@ _HOLDS = {
     "model.result": ("ReplicaResult", "RoundResult"),
     "model.version": ("Version",),
     "tensors.shards": ("Shard", "manifest_of", "shard", "shards_of"),
-    "trainer.adapters": ("Adapters",),
-    "trainer.lora_state": ("base_weights",),
+    "trainer.adapters": ("Adapters", "base_weights"),
     "trainer.stream": ("Stream",),
     "trainer.trainer": ("Trainer",),
     "transports.broadcast.collective": ("Collective",),

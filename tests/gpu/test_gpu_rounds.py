@@ -430,7 +430,7 @@ def test_streamed_through_gpu_memory(joined: Joined, source: Model, target: Mode
     filler = engine._role._filler
     assert isinstance(filler, DeviceStreamed)
     assert filler.device == torch.device(far())
-    assert 0 < filler.staging_bytes <= buffers * (6001 * 2048 * 2) + 2048
+    assert 0 < filler._staging.nbytes <= buffers * (6001 * 2048 * 2) + 2048
     if isinstance(adapter, Loading):
         assert len(adapter.buckets) >= 9  # three rounds of several buckets
 

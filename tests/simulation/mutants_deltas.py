@@ -16,12 +16,12 @@ from typing import Any
 from tests.simulation.installation import replaced
 
 from weightsync.arrays import Int64
-from weightsync.coordinator import deltas
+from weightsync.coordinator import agreement
 from weightsync.coordinator import round as protocol
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines
-from weightsync.engine.fill.staged_changes import StagedChanges
+from weightsync.engine.fill.direct import StagedChanges
 from weightsync.publishing import listed_changes
 from weightsync.tensors.changes import Sections, Step, unite
 
@@ -37,7 +37,7 @@ def _undo_left_out() -> AbstractContextManager[None]:
 
 
 def _base_not_compared() -> AbstractContextManager[None]:
-    stage = deltas.stage
+    stage = agreement.stage
 
     async def anyhow(replica: Replica, engines: Engines, agreed: Any, placement: Placement, *rest: Any) -> Any:
         if replica.version is not None:
@@ -45,14 +45,14 @@ def _base_not_compared() -> AbstractContextManager[None]:
             placement = replace(placement, deltas=found)
         return await stage(replica, engines, agreed, placement, *rest)
 
-    return replaced((protocol, "stage", anyhow), (deltas, "in_thread", _unpredicted))
+    return replaced((protocol, "stage", anyhow), (agreement, "in_thread", _unpredicted))
 
 
 def _union_short() -> AbstractContextManager[None]:
     def short(sections: Sections, addresses: Int64, steps: list[Step], *rest: Any) -> int | None:
         return unite(sections, addresses, steps[1:], *rest)
 
-    return replaced((listed_changes, "unite", short), (deltas, "in_thread", _unpredicted))
+    return replaced((listed_changes, "unite", short), (agreement, "in_thread", _unpredicted))
 
 
 DELTA_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {

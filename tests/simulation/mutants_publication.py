@@ -10,7 +10,7 @@ from tests.simulation.installation import replaced
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publish_barrier import PublishBarrier
 from weightsync.coordinator.replicas import Replica
-from weightsync.coordinator.sources import Sources
+from weightsync.coordinator.round_context import Sources
 from weightsync.errors import PeerLost
 
 __all__ = ["PUBLICATION_MUTANTS"]

@@ -16,21 +16,8 @@ from weightsync.coordinator.ranks import AdapterRank, EngineRank, PublishingRank
 from weightsync.errors import AuthenticationError, ConfigurationError, MembershipError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
 from weightsync.model.lora import check_adapter_name
+from weightsync.protocol import messages
 from weightsync.protocol.lora_messages import LorasRefused, RetireLora
-from weightsync.protocol.messages import (
-    PROTOCOL,
-    Body,
-    CannotPublish,
-    CountOn,
-    Done,
-    EndCall,
-    Hello,
-    Publish,
-    Published,
-    Refuted,
-    ReplicaList,
-    WaitForReplicas,
-)
 from weightsync.protocol.store_messages import ManifestStored, RelayFailing, StorePart
 
 TRAINER = "trainer"
@@ -48,7 +35,7 @@ _FEWEST_WINDOWS = 2
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
 
-def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRank:
+def rank_of(hello: messages.Hello, run: str, limits: str = "") -> TrainerRank | EngineRank:
     """Return the rank described by ``hello``, for the coordinator of ``run``. Its member name is ``name/rank``.
 
     With ``limits`` it may publish adapters of these names only, and shares no source with ranks of other limits.
@@ -60,9 +47,9 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
         ConfigurationError: The manifest is impossible, or a trainer gives no layout or no address.
         LayoutError: The layout is invalid.
     """
-    if hello.protocol != PROTOCOL:
+    if hello.protocol != messages.PROTOCOL:
         raise ProtocolError(
-            f"the agent speaks protocol {hello.protocol}, the coordinator {PROTOCOL}: install the same weightsync on both"
+            f"the agent speaks protocol {hello.protocol}, the coordinator {messages.PROTOCOL}: install the same weightsync on both"
         )
     if hello.run != run:
         raise MembershipError(f"the agent belongs to run {hello.run!r}, but this coordinator serves run {run!r}")
@@ -120,7 +107,7 @@ def rank_of(hello: Hello, run: str, limits: str = "") -> TrainerRank | EngineRan
     return EngineRank(hello, manifest, layout, served)
 
 
-def _check_texts(hello: Hello) -> None:
+def _check_texts(hello: messages.Hello) -> None:
     """Reject texts that must not appear in status and logs.
 
     Raises:
@@ -145,54 +132,54 @@ def _check_texts(hello: Hello) -> None:
             raise ProtocolError(f"{hello.name} reports a malformed version: digests are hexadecimal digits")
 
 
-def _adapter_of(body: Publish | CannotPublish) -> str:
+def _adapter_of(body: messages.Publish | messages.CannotPublish) -> str:
     named = body.adapter
     return named if isinstance(named, str) else "" if named is None else named.name
 
 
-def answer_agent(coordinator: Coordinator, rank: TrainerRank | EngineRank) -> Callable[[Body, float], Awaitable[Body]]:
+def answer_agent(
+    coordinator: Coordinator, rank: TrainerRank | EngineRank
+) -> Callable[[messages.Body, float], Awaitable[messages.Body]]:
     """Return the handler for calls of this rank's agent: the ``handle`` of its :class:`~weightsync.protocol.calls.Calls`."""
 
-    async def handle(body: Body, timeout: float) -> Body:
+    async def handle(body: messages.Body, timeout: float) -> messages.Body:
         try:
             return await answer(body, timeout)
         except OutOfCount as others:
-            return CountOn(others.count)
+            return messages.CountOn(others.count)
 
-    async def answer(body: Body, timeout: float) -> Body:
+    async def answer(body: messages.Body, timeout: float) -> messages.Body:
         if isinstance(rank, AdapterRank):
             if isinstance(body, RetireLora):
                 rank.check(body.name)
-            elif isinstance(body, Publish | CannotPublish):
+            elif isinstance(body, messages.Publish | messages.CannotPublish):
                 rank.check(_adapter_of(body))
-                if isinstance(body, Publish) and body.adapter is not None:
+                if isinstance(body, messages.Publish) and body.adapter is not None:
                     rank.check_scalings(body.adapter.config)
             return await coordinator.loras.handle(rank.member, body, timeout)
-        if isinstance(body, LorasRefused) and isinstance(rank, EngineRank):
-            return coordinator.loras.refused(rank, body)
-        if isinstance(body, Refuted) and isinstance(rank, EngineRank):
-            coordinator.refuted(rank.member, body.version, readable(body.reason))
-            return Done()
-        if isinstance(body, Publish) and isinstance(rank, TrainerRank):
-            return Published(await coordinator.publish(rank.member, body, timeout))
-        if isinstance(body, CannotPublish) and isinstance(rank, TrainerRank):
-            why = readable(f"{body.kind}: {body.message}")
-            coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
-            return Done()
-        if isinstance(body, EndCall) and isinstance(rank, TrainerRank):
-            await coordinator.end_call(body, timeout)
-            return Done()
-        if isinstance(body, WaitForReplicas) and isinstance(rank, TrainerRank):
-            return ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
-        if isinstance(body, StorePart) and isinstance(rank, TrainerRank):
-            return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
-        if isinstance(body, ManifestStored) and isinstance(rank, TrainerRank):
-            await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
-            return Done()
-        if isinstance(body, RelayFailing) and isinstance(rank, TrainerRank):
-            link = coordinator.link_of(rank.member)
-            link.failing = (readable(body.reason), link.failing[1] if link.failing else time.time()) if body.reason else None
-            return Done()
-        raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
+        match rank, body:
+            case EngineRank(), LorasRefused():
+                coordinator.loras.refused(rank, body)
+            case EngineRank(), messages.Refuted():
+                coordinator.refuted(rank.member, body.version, readable(body.reason))
+            case TrainerRank(), messages.Publish():
+                return messages.Published(await coordinator.publish(rank.member, body, timeout))
+            case TrainerRank(), messages.CannotPublish():
+                why = readable(f"{body.kind}: {body.message}")
+                coordinator.cannot_publish(rank.member, body.number, why, body.step, body.count)
+            case TrainerRank(), messages.EndCall():
+                await coordinator.end_call(body, timeout)
+            case TrainerRank(), messages.WaitForReplicas():
+                return messages.ReplicaList(await coordinator.wait_for_replicas(rank.member, body, timeout))
+            case TrainerRank(), StorePart():
+                return await coordinator.stored.part(rank.member, body, RoundDeadline(timeout))
+            case TrainerRank(), ManifestStored():
+                await coordinator.stored.written(rank.member, body, RoundDeadline(timeout))
+            case TrainerRank(), RelayFailing():
+                link = coordinator.link_of(rank.member)
+                link.failing = (readable(body.reason), link.failing[1] if link.failing else time.time()) if body.reason else None
+            case _:
+                raise ProtocolError(f"{rank.member} may not send {type(body).__name__} to the coordinator")
+        return messages.Done()
 
     return handle

@@ -1,28 +1,35 @@
-"""Prepare the ranks of a replica for a plan or for a stream, while the replica serves. What they are prepared for has a key."""
+"""Prepare the ranks of a replica for a plan or for a stream, while the replica serves. What they are prepared for has a key.
+
+A round that moves only the words that changed stages them while the replica serves, too, and undoes them if the round fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
+from weightsync import failpoints
 from weightsync.config import RoundSettings
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.negotiation import TransferPlan, address_of, key_of
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, on_all
-from weightsync.coordinator.ranks import EngineRank, PublishingRank
+from weightsync.coordinator.publications import Placement
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, in_thread, on_all, ranks_of
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, check_digests
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
-from weightsync.coordinator.sources import ranks_of
-from weightsync.errors import PlanMismatch, WeightSyncError, readable
-from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared
+from weightsync.errors import DeadlineExceeded, PlanMismatch, ProtocolError, WeightSyncError, readable
+from weightsync.model import Version
+from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
 from weightsync.spans import span
 
 _log = logging.getLogger(__name__)
 _LEAST_WINDOW = 4096  # whatever buckets an engine asks for
 _REASON = "the trainer publishes a stream"
+_MOST_BASES = 8  # that a trainer rank is asked for
 
 
 async def prepare(
@@ -33,9 +40,8 @@ async def prepare(
     Raises:
         PlanMismatch: A rank acknowledged another plan than the one it was sent.
     """
-    ranks = {member: link.rank for member, link in engines.items()}
     with span("plan", replica.name):
-        agreed = await planner.agree(replica.name, sources, ranks, deadline)
+        agreed = await planner.agree(replica.name, sources, ranks_of(engines), deadline)
     digests = {member: piece.digest for member, piece in agreed.slices.items()}
     plans = {member: Prepare(piece) for member, piece in agreed.slices.items()}
     await acknowledged(agreed.key, digests, engines, deadline, plans)
@@ -74,8 +80,7 @@ async def open_stream(trainers: Trainers, engines: Engines, deadline: RoundDeadl
     Raises:
         PlanMismatch: A rank acknowledged other sources than those it was sent.
     """
-    sources = {member: link.rank for member, link in trainers.items()}
-    ranks = {member: link.rank for member, link in engines.items()}
+    sources, ranks = ranks_of(trainers), ranks_of(engines)
     key = key_of(sources, ranks)
     addresses = tuple(map(address_of, sources.values()))
     body = OpenStream(key, addresses, window_bytes_of(trainers, engines))
@@ -154,13 +159,13 @@ class PreparingAhead:
         async with self._running:  # a round ends at its own deadline
             trainers = self._members.trainers_in_order()
             whole = bool(trainers) and not self._members.missing_trainers(set(trainers))
-            sources = {member: link.rank for member, link in trainers.items()} if whole else {}
+            sources = ranks_of(trainers) if whole else {}
             for replica in of():
                 if LetGo(adapters=True) in news:
                     self._spawn(self._free(replica, replica.members(), LetGo(adapters=True)))
                 if LetGo() not in news:
                     continue
-                now = key_of(sources, {member: link.rank for member, link in replica.members().items()}) if whole else None
+                now = key_of(sources, ranks_of(replica.members())) if whole else None
                 # Not only those that are known to be prepared: a rank that failed or reconnected holds as much.
                 links = {member: link for member, link in replica.members().items() if now is None or link.prepared != now}
                 if links and replica.preparing is None:
@@ -196,3 +201,84 @@ class PreparingAhead:
     def _ended(replica: Replica) -> None:
         if replica.preparing is asyncio.current_task():
             replica.preparing = None
+
+
+@dataclass(frozen=True, eq=False)
+class StagedDelta:
+    """What changed since ``base`` is at every rank of a replica, which still serves ``base``: so many bytes, by member."""
+
+    base: Version
+    nbytes: Mapping[str, int]
+
+
+def served_bases(replicas: Iterable[Replica], epoch: int) -> tuple[int, ...]:
+    """Numbers of the versions of this ``epoch`` that replicas serve: the newest of them."""
+    served = {replica.version.number for replica in replicas if replica.version is not None and replica.version.epoch == epoch}
+    return tuple(sorted(served, reverse=True)[:_MOST_BASES])
+
+
+async def stage(
+    replica: Replica, engines: Engines, agreed: TransferPlan, placement: Placement, deadline: RoundDeadline
+) -> StagedDelta | None:
+    """Let every rank fetch what changed since the version that it serves, and say what its digests will be.
+
+    They must add up to those of the new version, before anything is paused.
+
+    Returns:
+        ``None`` if all bytes must move, as the log says: the replica serves another version, a rank does not know what it
+        installed, the changes are too many for its staging memory, or they do not lead to the new version.
+
+    Raises:
+        DeadlineExceeded: A rank did not answer in time. It was not paused.
+    """
+    delta = next((delta for delta in placement.deltas if delta.base == replica.version), None)
+    if delta is None or replica.state != "loaded" or agreed.delivery != "direct":
+        return None
+    try:
+        asked = {}
+        for member in engines:
+            sources = [source.member for source in agreed.slices[member].sources]
+            asked[member] = Stage(placement.version.number, delta.base, tuple(delta.changed[source] for source in sources))
+        staged = await _each(engines, asked, deadline)
+        for member, answer in staged.items():
+            check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")
+            if answer.nbytes < 0:
+                raise ProtocolError(f"{member} staged {answer.nbytes} bytes")
+        await in_thread("verifying what is staged", deadline, lambda: agreed.check(staged, placement.digests))
+    except DeadlineExceeded:
+        raise
+    except WeightSyncError as error:
+        _log.info("replica %s gets all bytes of version %s, not its changes: %s", replica.name, placement.version, error)
+        return None
+    failpoints.reached("round.staged")
+    return StagedDelta(delta.base, {member: answer.nbytes for member, answer in staged.items()})
+
+
+async def _each(engines: Engines, asked: Mapping[str, Stage], deadline: RoundDeadline) -> dict[str, Staged]:
+    """Ask every rank, and wait for all: a call that is withdrawn ends the connections by which the rank then reads all bytes."""
+    calls = (on_all("stage", deadline, {member: link}, asked[member], Staged) for member, link in engines.items())
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in sorted(errors, key=lambda error: not isinstance(error, DeadlineExceeded)):
+        raise error
+    return {member: staged for answer in answers if not isinstance(answer, BaseException) for member, staged in answer.items()}
+
+
+async def reverted(replica: Replica, engines: Engines, base: Version, seconds: float) -> bool:
+    """Put the words of ``base`` back at every rank, and let all generate with it again, within ``seconds``.
+
+    Returns:
+        Whether the replica serves ``base``. If not, it must be quarantined.
+    """
+    deadline = RoundDeadline(seconds)
+    try:
+        await on_all("revert", deadline, engines, Revert(base), Done)
+        failpoints.reached("round.reverted")
+        await on_all("resume", deadline, engines, Resume(), Done)
+        for link in engines.values():
+            link.prepared = None  # as after every failure: a rank may have dropped its connections
+        replica.succeed(dict(engines), base)
+    except WeightSyncError as error:
+        _log.warning("replica %s could not go back to version %s: %s", replica.name, base, error)
+        return False
+    return True

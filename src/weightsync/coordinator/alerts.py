@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 
-from weightsync.coordinator.past_rounds import PastRounds
+from weightsync.coordinator.round_trace import PastRounds
 from weightsync.coordinator.status import Alert, RankStatus, ReplicaStatus
 
 _GONE = "disappeared (stopped without close(), killed, crashed, hung or network cut)"

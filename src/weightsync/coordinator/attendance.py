@@ -67,12 +67,9 @@ class Attendance:
         try:
             with reminding(lambda: link.node.notify(f"waiting for {self._wanted(count, wanted)}")):
                 while len(self.ready()) < count or not wanted <= self.ready():
-                    if asked.refused == "raise" and (
-                        refused := next(
-                            (replica for replica in self._members.replicas.values() if replica.links and replica.refusal), None
-                        )
-                    ):
-                        raise ManifestMismatch(_lack(refused))
+                    refused = [replica for replica in self._members.replicas.values() if replica.links and replica.refusal]
+                    if refused and asked.refused == "raise":
+                        raise ManifestMismatch(_lack(refused[0]))
                     await self._next(limit, lambda: self._wanted(count, wanted))
         finally:
             self._waits[member] -= 1

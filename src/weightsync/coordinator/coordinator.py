@@ -33,23 +33,20 @@ from weightsync.coordinator.agreement import PreparingAhead
 from weightsync.coordinator.alerts import alerts_of
 from weightsync.coordinator.attendance import Attendance
 from weightsync.coordinator.audits import Audits
-from weightsync.coordinator.epochs import REMEDY
 from weightsync.coordinator.events import Event, Feed, Joined, Left, ReplicaBytes, ReplicaPhase, RoundEnded
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.loras import Loras
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.past_rounds import PastRounds
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publications import REMEDY, Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
 from weightsync.coordinator.replicas import Replica, replica_gauges, replica_status, reported_version, validate
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import quarantine, run_round
-from weightsync.coordinator.round_context import RoundContext
-from weightsync.coordinator.round_trace import RoundTracer
-from weightsync.coordinator.sources import serving_weights
+from weightsync.coordinator.round_context import RoundContext, serving_weights
+from weightsync.coordinator.round_trace import PastRounds, RoundTracer
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
@@ -458,11 +455,11 @@ class Coordinator:
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
-            if replicas and not any(self._updates(replica, version) or replica.version == version for replica in replicas):
+            updated = [replica for replica in replicas if self._updates(replica, version) or replica.version == version]
+            if replicas and not updated:
                 raise StaleSource(f"only version {version} can be read, from the store: replicas that serve another one keep it")
-            replicas = [replica for replica in replicas if self._updates(replica, version) or replica.version == version]
             again = AgreedPublication(*version.order, deadline)
-            self._seeding = self._spawn(self._run(again, replicas, deadline, self.settings.grace, queued, seeding=True))
+            self._seeding = self._spawn(self._run(again, updated, deadline, self.settings.grace, queued, seeding=True))
             try:
                 return await self._seeding
             except asyncio.CancelledError:

@@ -13,11 +13,10 @@ import secrets
 from dataclasses import dataclass, field
 
 from weightsync.arrays import UInt64
-from weightsync.coordinator.answers import unpacked
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.rank_handle import RoundDeadline, in_thread, on_all
-from weightsync.coordinator.sources import ranks_of
+from weightsync.coordinator.rank_handle import RoundDeadline, in_thread, on_all, ranks_of
+from weightsync.coordinator.ranks import unpacked
 from weightsync.errors import StaleSource, WeightSyncError
 from weightsync.model import Version
 from weightsync.protocol.messages import DigestUnderKey, Placed

@@ -18,21 +18,20 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec import structs
 
 from weightsync import failpoints
-from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement, Publications
-from weightsync.coordinator.rank_handle import RoundDeadline, bounded, on_all
+from weightsync.coordinator.rank_handle import RoundDeadline, bounded, drop, on_all, ranks_of
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import conduct, place, verify, whole
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
-from weightsync.coordinator.sources import ranks_of
 from weightsync.errors import DeadlineExceeded, PeerLost, PlanMismatch, RoundFailed, VersionError
 from weightsync.model import SERVICE, Version
 from weightsync.model.lora import AdapterSpec, adapter_label
@@ -150,6 +149,7 @@ class _Delivery(Report):
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class LoraRound:
     """One publication of ``spec`` to the replicas of ``context``; or, when seeding, of what the regions hold.
 
@@ -158,21 +158,16 @@ class LoraRound:
     ``overwritten`` is called before the publisher's memory is overwritten with the version.
     """
 
-    def __init__(
-        self,
-        context: RoundContext,
-        spec: AdapterSpec,
-        source: str,
-        tenant: str,
-        turns: Mapping[str, ReplicaTurn],
-        registered: Callable[[Replica, Version, AdapterSpec], None],
-        overwritten: Callable[[], None],
-    ) -> None:
-        self._context, self._spec, self._source, self._tenant = context, spec, source, tenant
-        self._turns, self._registered, self._overwritten = turns, registered, overwritten
-        self._decided = asyncio.Event()
-        """Set when a replica can take the version, or none can."""
-        self._refusals: list[str] = []
+    _context: RoundContext
+    _spec: AdapterSpec
+    _source: str
+    _tenant: str
+    _turns: Mapping[str, ReplicaTurn]
+    _registered: Callable[[Replica, Version, AdapterSpec], None]
+    _overwritten: Callable[[], None]
+    _decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a replica can take the version, or none can."""
+    _refusals: list[str] = field(default_factory=list)
 
     async def run(self) -> RoundResult:
         """Run the round. Replicas that failed are results, not errors.

@@ -21,12 +21,11 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator.adapter_names import AdapterName, AdapterNames
 from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
-from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.lora_round import LoraRound, ReplicaTurn, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
-from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, drop
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
@@ -175,14 +174,13 @@ class Loras:
             self._drop_surplus(replica, name)
         self.bring_missing()
 
-    def refused(self, rank: EngineRank, body: LorasRefused) -> Done:
+    def refused(self, rank: EngineRank, body: LorasRefused) -> None:
         """A rank has dropped versions by itself: its replica serves them no longer."""
         replica, numbers = self._members.replicas[rank.hello.name], defaultdict[str, list[int]](list)
         for version in body.versions:
             numbers[version.run].append(version.number)
             self._withdrawn.add((replica.name, adapter_label(version.run, version.number)))
         self._drop(replica, numbers)
-        return Done()
 
     def _drop(self, replica: Replica, versions: Mapping[str, Sequence[int]]) -> None:
         """Let all ranks of a replica drop versions, by name, of which some have no part."""
@@ -231,7 +229,11 @@ class Loras:
         """Answer a rank that publishes adapters."""
         limit = RoundDeadline(min(timeout, self._settings.timeout))
         if isinstance(body, Publish) and body.adapter is not None:
-            return Published(await self._publish(member, body, body.adapter, limit))
+            self._sources[member.rpartition("/")[0]].asked[member] = body.adapter
+            try:
+                return Published(await self._barrier(member, body.adapter.name).publish(member, body, limit))
+            finally:
+                self._forget_unused(body.adapter.name)
         if isinstance(body, RetireLora):
             return await self._retire(body, limit)
         if isinstance(body, CannotPublish):
@@ -240,13 +242,6 @@ class Loras:
             self._forget_unused(body.adapter)
             return Done()
         raise ProtocolError(f"{member} publishes adapters and may not send {type(body).__name__}")
-
-    async def _publish(self, member: str, asked: Publish, spec: AdapterSpec, limit: RoundDeadline) -> RoundResult:
-        self._sources[member.rpartition("/")[0]].asked[member] = spec
-        try:
-            return await self._barrier(member, spec.name).publish(member, asked, limit)
-        finally:
-            self._forget_unused(spec.name)
 
     def _barrier(self, member: str, adapter: str) -> PublishBarrier:
         check_adapter_name(adapter)

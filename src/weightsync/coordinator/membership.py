@@ -1,4 +1,7 @@
-"""Trainer ranks and replicas that are connected, checked when they join. Bookkeeping only; nothing is awaited."""
+"""Trainer ranks and replicas that are connected, checked when they join. Bookkeeping only; nothing is awaited.
+
+What a rank says of itself alone was checked before: see :func:`weightsync.coordinator.agent_messages.rank_of`.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,6 @@ class Membership:
             AuthenticationError: The rank's credential was revoked.
         """
         rank, hello = node.rank, node.rank.hello
-        _check_rank(rank.member, hello.rank, hello.world_size)
         others = [link for member, link in self.trainers.items() if member != rank.member]
         held = self.trainers.get(rank.member)
         credential = self._admit(node, held)
@@ -89,8 +91,6 @@ class Membership:
                 )
             if theirs.windows != hello.windows:
                 raise MembershipError(f"{rank.member} and {other.member} of the trainer do not publish the same kind of stream")
-            if theirs.rank == hello.rank:
-                raise MembershipError(f"{rank.member} and {other.member} are both rank {hello.rank} of the trainer")
             other.rank.manifest.check_same(rank.manifest, f"{rank.member}, unlike {other.member},")
         if held is not None:
             held.sever(_replaced(node))
@@ -116,7 +116,6 @@ class Membership:
             AuthenticationError: The rank's credential was revoked.
         """
         rank, hello = node.rank, node.rank.hello
-        _check_rank(rank.member, hello.rank, hello.world_size)
         replica = self.replicas.get(hello.name)
         held = None if replica is None else replica.links.get(hello.rank)
         credential = self._admit(node, held)
@@ -244,8 +243,3 @@ class Membership:
 def _replaced(node: RankNode[Any]) -> str:
     hello = node.rank.hello
     return f"{node.rank.member} connected again, from process {hello.pid} on {hello.host.name}"
-
-
-def _check_rank(member: str, rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise MembershipError(f"{member} reports rank {rank} of {world_size}; ranks count from 0")

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync.arrays import UInt64
-from weightsync.coordinator.answers import unpacked
-from weightsync.coordinator.ranks import EngineRank, PublishingRank
+from weightsync.coordinator.ranks import EngineRank, PublishingRank, unpacked
 from weightsync.errors import ConfigurationError, LayoutError, PeerLost
-from weightsync.model import Layout, Manifest
+from weightsync.model import Manifest
 from weightsync.planning.buckets import staging_layout
 from weightsync.planning.coverage import Coverage, coverage_of
 from weightsync.planning.limits import Stop
@@ -182,7 +181,6 @@ def negotiate(
     for member, engine in engines.items():
         manifest.check_same(engine.manifest, member)
     delivery, reason = choose_delivery(sources, engines)
-    layouts: dict[str, Layout] = {}
     covers: tuple[tuple[tuple[str, ...], Coverage], ...]
     if delivery == "direct":
         layouts = {member: engine.layout for member, engine in engines.items() if engine.layout is not None}

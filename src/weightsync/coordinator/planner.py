@@ -128,10 +128,7 @@ class Planner:
         self, what: str, deadline: RoundDeadline, work: Callable[[Stop], T], drop: Callable[[T], None] = lambda unwanted: None
     ) -> T:
         """Run ``work`` in a thread. Its slot is free once it has really ended; a result that comes too late goes to ``drop``."""
-        if self._places.locked():
-            await bounded(f"{what}, after other plans", deadline, self._places.acquire())
-        else:
-            await self._places.acquire()
+        await bounded(f"{what}, after other plans", deadline, self._places.acquire())
         stop = Stop()
         with OnFailure(self._places.release):
             deadline.remaining(what)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Never
 
 from weightsync.coordinator.counts import PublishCounts
-from weightsync.coordinator.epochs import REMEDY, Epochs
 from weightsync.coordinator.membership import Membership
-from weightsync.coordinator.publications import Publications
+from weightsync.coordinator.publications import REMEDY, Epochs, Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
 from weightsync.coordinator.ranks import TrainerRank
 from weightsync.errors import (
@@ -214,13 +213,13 @@ class PublishBarrier:
         earlier = _compare(position, None if gathering is None else gathering.position)
         if gathering is not None and earlier < 0:
             return  # the others are further, and learn from that that this rank missed one
-        what = "the next version" if number is None else f"version {number}"
-        error = Aborted(f"{what} was not published: {member} failed before it placed its shards: {reason}")
+        failed = _Gathering(number)
+        failed.position = position
+        error = Aborted(f"{failed.what} was not published: {member} failed before it placed its shards: {reason}")
         if gathering is not None and earlier > 0:
             self._fail(gathering, error)
         if gathering is None or earlier > 0 or not gathering.same(number):
-            gathering = _Gathering(number)
-            gathering.position = position
+            gathering = failed
         gathering.reached[member] = link.rank.hello.session
         self._fail(gathering, error)
         gathering.owed.pop(member, None)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from weightsync.config import Secret
-from weightsync.coordinator.answers import check_answer
-from weightsync.coordinator.lora_drops import DropQueue
-from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, known_as
+from weightsync.coordinator.ranks import EngineRank, RankNode, TrainerRank, check_answer, known_as
 from weightsync.coordinator.status import RankStatus
 from weightsync.deadline import Deadline, within
-from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
+from weightsync.errors import Aborted, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError, from_wire, to_wire
 from weightsync.model.lora import adapter_label
-from weightsync.protocol.messages import Body
+from weightsync.protocol.lora_messages import DropLora
+from weightsync.protocol.messages import Body, Done
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Body)
 R = TypeVar("R", TrainerRank, EngineRank)
 
+_log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 0.25  # a rank's own deadline ends this much earlier, so that it can report what took so long
+_DROP_SECONDS = 300.0  # for which a call to drop versions may wait in a rank
 
 _abandoned: set[asyncio.Future[Any]] = set()
 
@@ -37,6 +40,50 @@ class RoundDeadline(Deadline):
 
     def _late(self, what: str) -> str:
         return f"no time is left for {what}: the {self.seconds:.3g} s of the round have passed"
+
+
+class DropQueue:
+    """Versions of adapters that one engine rank is to drop, by name: one call at a time, however many are retired at once.
+
+    A rank's agent ends its connection if it gets too many calls at the same time. ``link`` is the rank's handle.
+    """
+
+    def __init__(self, link: RankHandle[Any]) -> None:
+        self._link = link
+        self._waiting: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
+        self._busy = False
+
+    def put(self, name: str, numbers: Iterable[int]) -> asyncio.Future[None]:
+        """Let the rank drop these versions. The future ends when it has, or could not. Nothing is withdrawn."""
+        if name not in self._waiting:
+            self._waiting[name] = set(), asyncio.get_running_loop().create_future()
+        known, outcome = self._waiting[name]
+        known.update(numbers)
+        if not self._busy:
+            self._next()
+        return outcome
+
+    def waiting(self, name: str) -> list[asyncio.Future[None]]:
+        """Whatever has not been sent to the rank yet and drops versions of ``name``: a later call must not overtake it."""
+        return [self._waiting[name][1]] if name in self._waiting else []
+
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            name = next(iter(self._waiting))
+            numbers, outcome = self._waiting.pop(name)
+            call = self._link.ask(DropLora(name, tuple(sorted(numbers))), Done, _DROP_SECONDS)
+            self._link.start(call).add_done_callback(partial(self._ended, name, outcome))
+
+    def _ended(self, name: str, outcome: asyncio.Future[None], asked: asyncio.Future[Done]) -> None:
+        error = Aborted("the call was cancelled") if asked.cancelled() else asked.exception()
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
+            outcome.exception()  # mark as retrieved: perhaps no caller waits for it
+            _log.warning("%s could not be told to drop versions of %s: %s", self._link.member, name, error)
+        self._next()
 
 
 class RankHandle(Generic[R]):
@@ -205,3 +252,24 @@ async def bounded(what: str, deadline: RoundDeadline, awaitable: Awaitable[T]) -
     left = deadline.left
     async with within(left, lambda: f"{what} did not finish within {left:.3g} s"):
         return await awaitable
+
+
+async def drop(engines: Mapping[str, RankHandle[Any]], name: str, numbers: Collection[int], seconds: float) -> list[str]:
+    """Let every rank drop these versions. Returns the errors of those that have not within ``seconds``.
+
+    The call is not withdrawn then: a rank that is stopped or busy drops them later, and one that reconnects says what it has.
+    """
+    asked = {member: link.drops.put(name, numbers) for member, link in engines.items()}
+    if asked:
+        await asyncio.wait(asked.values(), timeout=seconds)
+    errors: list[str] = []
+    for member, outcome in asked.items():
+        error = outcome.exception() if outcome.done() else DeadlineExceeded(f"no answer within {seconds:g} s")
+        if error is not None:
+            errors.append(f"{member} could not be told to drop versions of {name}: {error}")
+    return errors
+
+
+def ranks_of(links: Mapping[str, RankHandle[R]]) -> dict[str, R]:
+    """The ranks themselves, by member."""
+    return {member: link.rank for member, link in links.items()}

@@ -1,4 +1,4 @@
-"""Ranks that the coordinator controls: what they say of themselves, and how they are called."""
+"""Ranks that the coordinator controls: what they say of themselves, how they are called, and whether an answer can be right."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from weightsync.errors import AuthenticationError, ConfigurationError, readable
+import numpy as np
+
+from weightsync.arrays import UInt64
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, readable
 from weightsync.model import Layout, Manifest
 from weightsync.model.lora import LoraConfig, lora_modules
-from weightsync.protocol.messages import Body, Hello
+from weightsync.protocol import messages
 
 R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class _KnownRank:
-    hello: Hello
+    hello: messages.Hello
     """What the rank said of itself when it joined, validated. Its session and credential, which are secrets, are hashes."""
     manifest: Manifest
 
@@ -86,7 +89,7 @@ class RankNode(Protocol[R_co]):
     def rank(self) -> R_co:
         """Self-description of the rank."""
 
-    async def call(self, body: Body, timeout: float) -> Body:
+    async def call(self, body: messages.Body, timeout: float) -> messages.Body:
         """Send ``body`` and return the rank's answer, or raise its error, within ``timeout`` seconds.
 
         What each message asks for and which one answers it is documented with the messages. The caller enforces its own deadline
@@ -98,3 +101,41 @@ class RankNode(Protocol[R_co]):
 
     def dismiss(self, reason: str) -> None:
         """Close this connection and tell its process why. Returns at once."""
+
+
+def check_answer(rank: TrainerRank | EngineRank, message: messages.Body, answer: messages.Body) -> None:
+    """Check that ``answer``, which is of the right kind, is of the size that ``message`` asks for. Plans are known to rounds only.
+
+    Raises:
+        ProtocolError: It is not, or a text in it is not printable.
+    """
+    match message, answer:
+        case messages.Place() | messages.DigestUnderKey(), messages.Placed():
+            source: PublishingRank | None = rank.source if isinstance(rank, EngineRank) else rank
+            check_digests(rank.member, answer.digests, 0 if source is None else len(source.layout), "rows")
+            if any(words.shards > (0 if source is None else len(source.layout)) for words in answer.changed):
+                raise ProtocolError(f"{rank.member} lists changes of more shards than it has")
+        case messages.PlaceWindow(), messages.WindowPlaced():
+            if len(answer.digests) != 8 * len(answer.parts) or not 0 <= answer.nbytes <= message.window_bytes:
+                raise ProtocolError(f"{rank.member} described a window of {answer.nbytes:,} bytes wrongly")
+        case messages.MoveWindow(), messages.WindowMoved():
+            check_digests(rank.member, answer.digests, len(message.placed.parts), "tensors")
+        case messages.Prepare() | messages.OpenStream(), messages.Prepared():
+            sources = len(message.plan.sources if isinstance(message, messages.Prepare) else message.sources)
+            if len(answer.transports) > sources:
+                raise ProtocolError(f"{rank.member} names {len(answer.transports)} transports for {sources} sources")
+            if not all(map(str.isprintable, (answer.digest, *answer.transports))):
+                raise ProtocolError(f"{rank.member} sent a plan digest or transport name that is not printable")
+        case _:
+            pass
+
+
+def check_digests(member: str, packed: bytes, count: int, of: str) -> None:
+    """Raise :class:`~weightsync.errors.ProtocolError` unless ``packed`` are ``count`` digests."""
+    if len(packed) != 8 * count:
+        raise ProtocolError(f"{member} sent {len(packed)} bytes of digests, expected 8 for each of {count} {of}")
+
+
+def unpacked(digests: bytes) -> UInt64:
+    """Digests of a message, as ``uint64[count]``."""
+    return np.frombuffer(digests, "<u8").astype(np.uint64, copy=False)

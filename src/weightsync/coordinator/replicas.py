@@ -18,7 +18,7 @@ from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
 from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
-from weightsync.errors import MembershipError, PeerLost, WeightSyncError
+from weightsync.errors import MembershipError, PeerLost, WeightSyncError, few
 from weightsync.model import SERVICE, Manifest, Version
 
 _MOST_ALARMS = 64
@@ -216,8 +216,7 @@ class Replica:
     @property
     def missing_in_words(self) -> str:
         """The ranks in :attr:`missing`, and the number of further missing ranks."""
-        more = self.world_size - len(self.links) - _SHOWN
-        return ", ".join(map(str, self.missing)) + (f" and {more:,} more" if more > 0 else "")
+        return few(map(str, self.missing), _SHOWN, total=self.world_size - len(self.links))
 
     def require_complete(self) -> None:
         """Raise WeightSyncError if a rank is missing."""
@@ -249,10 +248,10 @@ class Replica:
         self.error = why
 
     def attach(self, link: RankHandle[EngineRank]) -> None:
-        """Add a rank that has joined.
+        """Add a rank that has joined and is not connected already.
 
         Raises:
-            MembershipError: The rank is connected already, or its world size differs from the replica's.
+            MembershipError: Its world size differs from the replica's.
             ManifestMismatch: The rank holds other tensors than the replica's other ranks.
         """
         rank, hello = link.rank, link.rank.hello
@@ -260,10 +259,7 @@ class Replica:
             raise MembershipError(
                 f"{rank.member} reports {hello.world_size} ranks for replica {self.name}, but other ranks report {self.world_size}"
             )
-        if hello.rank in self.links:
-            raise MembershipError(f"rank {hello.rank} of replica {self.name} is already connected from a live process")
-        if rank.manifest.fingerprint != self.manifest.fingerprint:
-            self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
+        self.manifest.check_same(rank.manifest, f"{rank.member}, unlike the other ranks of its replica,")
         self.links[hello.rank] = link
         self.url = next((other.rank.hello.url for other in self.members().values() if other.rank.hello.url), "")
         self._vanished.pop(hello.rank, None)

@@ -22,19 +22,16 @@ from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
-from weightsync.coordinator.agreement import prepare, wait_for_background
-from weightsync.coordinator.answers import check_digests, unpacked
-from weightsync.coordinator.deltas import StagedDelta, reverted, served_bases, stage
+from weightsync.coordinator.agreement import StagedDelta, prepare, reverted, served_bases, stage, wait_for_background
 from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
 from weightsync.coordinator.publications import Placement
-from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all
-from weightsync.coordinator.ranks import EngineRank
+from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, in_thread, on_all, ranks_of
+from weightsync.coordinator.ranks import EngineRank, check_digests, unpacked
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
-from weightsync.coordinator.round_context import Engines, Placing, RoundContext
-from weightsync.coordinator.sources import Source
+from weightsync.coordinator.round_context import Engines, Placing, RoundContext, Source
 from weightsync.errors import ConfigurationError, PeerLost, StaleSource, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import (
@@ -282,7 +279,7 @@ async def place(context: RoundContext) -> tuple[Placement, float]:
         if context.sources.trainer is None and context.readable:
             return await _placement_of_replica(context), asyncio.get_running_loop().time() - started
         return context.publications.require(context.trainers), 0.0
-    ranks = {member: link.rank for member, link in context.trainers.items()}
+    ranks = ranks_of(context.trainers)
     if not ranks:
         raise PeerLost("no trainer rank is connected any more: nothing can be published")
     manifest = next(iter(ranks.values())).manifest

@@ -1,4 +1,4 @@
-"""Collects what the processes of a round did while it runs, and aligns the clocks of all ranks with the coordinator's.
+"""Collects what the processes of a round did while it runs, and aligns the clocks of all ranks; and the last rounds of a run.
 
 What a rank sends is only kept during the round. At its end one pass over it finds what was slowest; the trace itself is built when
 somebody asks for it.
@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +21,13 @@ from msgspec import structs
 from weightsync.coordinator.ranks import PublishingRank
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.model import RoundTrace, SlowestSpan, Track
+from weightsync.protocol.messages import RoundResult
 from weightsync.spans import PHASES, Span, SpanRecorder
 
 _MOST_RANKS = 1 << 14  # a round of more is not traced beyond them
 _MOST_CALLS = 1 << 12  # of one rank
+_MOST_RESULTS = 1 << 14  # of replicas, in all rounds that are kept
+_MOST_TRACED = 1 << 14  # ranks, in all traces that are kept
 _MOST_OWN = 1 << 16
 _OWN = ("plan", "sum", "verify", "wait")
 """What the coordinator does or waits for itself; its other spans are phases of replicas, which contain those of ranks."""
@@ -169,3 +173,32 @@ class RoundTracer:
     def _shifted(self, spans: Iterable[Span], offset: float = 0.0) -> tuple[Span, ...]:
         shifted = (structs.replace(span, start=span.start - offset - self._started) for span in spans)
         return tuple(sorted(shifted, key=lambda span: span.start))
+
+
+class PastRounds:
+    """Results and traces of so many rounds at most, newest last. Old ones go earlier if they are of very many replicas or ranks."""
+
+    def __init__(self, results: int, traces: int) -> None:
+        self.results: deque[RoundResult] = deque(maxlen=results)
+        self.traces: deque[RoundTracer] = deque(maxlen=traces)
+        self.failure: tuple[int, str, float] | None = None
+        """Number, error and end of the last round, if it ended without a result."""
+
+    def traced(self, number: int) -> RoundTracer | None:
+        """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
+        return next((past for past in reversed(self.traces) if past.round == number), None)
+
+    def keep(self, result: RoundResult) -> None:
+        """Keep the result of a round."""
+        self.results.append(result)
+        self.failure = None
+        while len(self.results) > 1 and sum(len(past.replicas) for past in self.results) > _MOST_RESULTS:
+            self.results.popleft()
+
+    def keep_trace(self, tracer: RoundTracer | None, error: str | None) -> None:
+        """Keep what was traced of a round that has ended."""
+        if tracer is not None:
+            tracer.end(error)
+            self.traces.append(tracer)
+            while len(self.traces) > 1 and sum(past.size for past in self.traces) > _MOST_TRACED:
+                self.traces.popleft()

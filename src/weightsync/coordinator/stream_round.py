@@ -24,26 +24,16 @@ import numpy as np
 from weightsync import failpoints
 from weightsync.closing import OnFailure
 from weightsync.coordinator.agreement import open_stream, wait_for_background, window_bytes_of
-from weightsync.coordinator.answers import check_digests, unpacked
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded, on_all
-from weightsync.coordinator.ranks import TrainerRank
+from weightsync.coordinator.ranks import TrainerRank, check_digests, unpacked
 from weightsync.coordinator.report import Report
 from weightsync.coordinator.round import conduct, drained, finish, out_of_service, pause
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext
 from weightsync.errors import ConfigurationError, PeerLost, ProtocolError, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
-from weightsync.model.sample import is_sampled
-from weightsync.model.window import KnownWindows, Measured, StreamedTensors
-from weightsync.protocol.messages import (
-    EndStream,
-    Moved,
-    MoveWindow,
-    PlaceWindow,
-    RoundResult,
-    WindowMoved,
-    WindowPlaced,
-)
+from weightsync.model.window import KnownWindows, Measured, StreamedTensors, is_sampled
+from weightsync.protocol.messages import EndStream, Moved, MoveWindow, PlaceWindow, RoundResult, WindowMoved, WindowPlaced
 
 _MOST_PARTS = 1 << 19  # of a stream: the coordinator keeps each until the end, in half a kilobyte
 _LAST_SECONDS = 1.0

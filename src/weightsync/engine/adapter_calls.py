@@ -7,12 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.model import Manifest, PauseMode, Version
+from weightsync.model import PauseMode, Version
 from weightsync.spans import span
 from weightsync.tensors.shards import Shard
 
@@ -42,13 +42,12 @@ class _Turn:
 
     def acquire(self, timeout: float) -> bool:
         end = time.monotonic() + timeout
-        taken: list[threading.Lock] = []
-        for turn in self._turns:
-            if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
-                for held in taken:
-                    held.release()
-                return False
-            taken.append(turn)
+        with ExitStack() as undo:
+            for turn in self._turns:
+                if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
+                    return False
+                undo.callback(turn.release)
+            undo.pop_all()
         return True
 
     def release(self) -> None:
@@ -156,19 +155,6 @@ class AdapterCalls:
             except Exception:  # noqa: BLE001 - the adapter's own
                 _log.exception("%s: %s.aborted() raised", self._member, type(adapter).__name__)
 
-    def call_ended(self, call: int, reason: str, refuse: bool) -> None:
-        """See :meth:`EngineAdapter.call_ended`. Takes no turn."""
-        for adapter, _ in self._driven:
-            adapter.call_ended(call, reason, refuse)
-
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`EngineAdapter.manifest`; of each adapter."""
-        return [adapter.manifest() for adapter, _ in self._driven]
-
-    def device(self) -> torch.device | None:
-        """See :meth:`EngineAdapter.device`; of the first adapter."""
-        return self._driven[0][0].device()
-
     def shards(self, phase: str = "") -> Sequence[Shard] | None:
         """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards. ``phase`` names the call in traces."""
         every: list[Sequence[Shard]] = []
@@ -179,11 +165,6 @@ class AdapterCalls:
                 return None
             every.append(shards)
         return every[0] if len(every) == 1 else [shard for shards in every for shard in shards]
-
-    def announced(self, order: tuple[int, int] | None) -> None:
-        """See :meth:`EngineAdapter.announced`."""
-        for adapter, _ in self._driven:
-            adapter.announced(order)
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""

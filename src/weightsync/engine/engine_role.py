@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from weightsync import failpoints
+from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
-from weightsync.engine.fill.choose import filler_for
+from weightsync.engine.fill.direct import DeviceDirect, DirectFiller, HostDirect, StagedChanges
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
-from weightsync.engine.fill.staged_changes import DirectFiller, StagedChanges
-from weightsync.engine.fill.streamed import bucket_bytes_for
+from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.lora_role import LoraRole
+from weightsync.engine.read_back import ParameterMemory
 from weightsync.engine.readers import writing
 from weightsync.engine.served_weights import ServedWeights
 from weightsync.engine.session import EngineSession, State
@@ -71,16 +72,6 @@ _SHOWN, _LONGEST = 10, 4000  # tensors, characters
 _YIELD_SECONDS = 1.0  # in which an idle rank begins a call; one that is busy refuses an audit after it
 
 
-@dataclass(frozen=True, eq=False)
-class _ParameterMemory:
-    """Where an engine's parameters were when they were looked for, on which CUDA device, and how they are read."""
-
-    layout: Layout
-    addresses: tuple[int, ...]
-    device: torch.device | None
-    views: Views
-
-
 class EngineRole(SessionFront):
     """Runs one engine rank through rounds, on behalf of the coordinator.
 
@@ -128,7 +119,7 @@ class EngineRole(SessionFront):
         self.transports = transports_for(transports, encrypted)
         self.here = here
         self.manifest: Manifest = self.session.manifest
-        self._memory: _ParameterMemory | None = None
+        self._memory: ParameterMemory | None = None
         self._memory = self._look(self.session.shards())
         self._held: Sequence[Shard] | None = None
         """What was found to be ``_memory``. Alive from the first look of a round to its last byte: no write is to freed memory."""
@@ -153,7 +144,7 @@ class EngineRole(SessionFront):
         call = super().receive(body, update)
         return replace(call, turn_seconds=_YIELD_SECONDS, yields=True) if isinstance(body, Audit) else call
 
-    def _look(self, shards: Sequence[Shard] | None) -> _ParameterMemory | None:
+    def _look(self, shards: Sequence[Shard] | None) -> ParameterMemory | None:
         """The engine's parameters as they lie in memory now; ``None`` if it can only be streamed to.
 
         That is so too for parameters on several devices, or on a CUDA device that no allowed transport writes to.
@@ -167,7 +158,7 @@ class EngineRole(SessionFront):
         if device.type == "cpu" and (self._memory is None or self._memory.addresses != addresses):
             check_writable(self.manifest, layout, addresses)
         views = Views([shard.tensor for shard in shards])
-        return _ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views)
+        return ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views)
 
     def _staging_device(self) -> torch.device | None:
         """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
@@ -227,10 +218,9 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.prepared")
         return Prepared(digest=filler.digest, transports=filler.transports)
 
-    def _new_filler(self, plan: PlanSlice, memory: _ParameterMemory | None, deadline: Deadline) -> PlanFiller:
+    def _new_filler(self, plan: PlanSlice, memory: ParameterMemory | None, deadline: Deadline) -> PlanFiller:
         self._drop_filler()
-        own = (None, (), None) if memory is None else (memory.layout, memory.addresses, memory.device)
-        filler = filler_for(self._fill_context, plan, *own)
+        filler = filler_for(self._fill_context, plan, memory)
         self._bring_up(filler, deadline)
         self._memory = memory
         return filler
@@ -239,11 +229,9 @@ class EngineRole(SessionFront):
         """Prepare the next filler, where an abort reaches it. It is closed if that fails."""
         self._preparing = filler
         try:
-            self.session.check_abort()  # an abort before the filler was in its place did not reach it
-            filler.prepare(deadline)
-        except BaseException:
-            filler.close()
-            raise
+            with OnFailure(filler.close):
+                self.session.check_abort()  # an abort before the filler was in its place did not reach it
+                filler.prepare(deadline)
         finally:
             self._preparing = None
         self._filler, self._freed = filler, None
@@ -307,11 +295,8 @@ class EngineRole(SessionFront):
     def _writing(self, then: State = "written") -> Iterator[None]:
         """Write in the block, see :meth:`EngineSession.writing`. After an error the next round makes a new filler."""
         try:
-            with self.session.writing(then):
+            with OnFailure(self._drop_filler), self.session.writing(then):  # its connections may be beyond use, or aborted
                 yield
-        except BaseException:
-            self._drop_filler()  # its connections may be beyond use, or aborted
-            raise
         finally:
             self._let_go()
 
@@ -508,6 +493,28 @@ class EngineRole(SessionFront):
         self._drop_filler()
         if self._served is not None:
             self._served.close()
+
+
+def filler_for(context: FillContext, plan: PlanSlice, memory: ParameterMemory | None) -> PlanFiller:
+    """The filler for ``plan``, yet to be prepared. ``memory`` are the engine's parameters, ``None``: they cannot be written.
+
+    Buckets are staged on the engine's CUDA device if all bytes of the plan can come straight to it, else in host memory.
+
+    Raises:
+        PlanMismatch: The plan is for another layout, or not the one that the coordinator computed.
+        LayoutError: The plan asks for larger staging buckets than this engine rank allows.
+    """
+    layout = Layout.from_columns(context.manifest, plan.layout)
+    if plan.delivery == "streamed":
+        device = context.staging_for(plan.sources)
+        return HostStreamed(context, plan, layout) if device is None else DeviceStreamed(context, plan, layout, device)
+    if memory is None or memory.layout.digest != layout.digest:
+        raise PlanMismatch(
+            "the plan was made for another layout than this engine rank's: its parameters were rebuilt; register again"
+        )
+    if memory.device is None:
+        return HostDirect(context, plan, layout, memory.addresses)
+    return DeviceDirect(context, plan, layout, memory.addresses, memory.device)
 
 
 def _because(reason: str) -> str:

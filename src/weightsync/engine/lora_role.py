@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
 from weightsync.engine.session import EngineSession
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError, as_load_error
+from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError, as_load_error, few
 from weightsync.model import Box, Layout, Manifest, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, lora_modules
 from weightsync.protocol.lora_messages import DropLora, HeldLora, LorasRefused, PrepareLora, RegisterLora, StageLora
@@ -155,7 +155,7 @@ class LoraRole(SessionFront):
         if len(used) >= slots.slots:
             owner = spec.name.partition("/")[0] + "/"
             own = [name for name in used if name.startswith(owner)]
-            others = f"{len(used) - len(own)} by other owners{_shown(own)}"
+            others = f"{len(used) - len(own)} by other owners" + (f", and by {few(own, _SHOWN)}" if own else "")
             _log.warning("%s finds no free slot: %s are in use", label, ", ".join(used))
             raise ConfigurationError(  # that others publish here too is all that a tenant learns of them
                 f"all {slots.slots} slots for adapters are in use ({others}): retire versions with "
@@ -267,11 +267,6 @@ def _digests(manifest: Manifest, copies: Mapping[str, torch.Tensor], deadline: D
     """Digest what the engine holds now, in the order of the plan's rows."""
     shards = [Shard(spec.name, spec.shape, Box.whole(spec.shape), copies[spec.name]) for spec in manifest]
     return digest_sums(manifest, shards, deadline)[[spec.size > 0 for spec in manifest]]
-
-
-def _shown(labels: Sequence[str]) -> str:
-    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
-    return f", and by {', '.join(labels[:_SHOWN])}{more}" if labels else ""
 
 
 def _described(base: Version | None) -> str:

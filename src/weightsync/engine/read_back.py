@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,17 @@ from weightsync.tensors.memory_layout import layout_in_place
 from weightsync.tensors.shards import Shard, Views
 
 
+@dataclass(frozen=True, eq=False)
+class ParameterMemory:
+    """Where an engine's parameters were when they were looked for, on which CUDA device, and how they are read."""
+
+    layout: Layout
+    addresses: tuple[int, ...]
+    device: torch.device | None
+    """``None`` for host memory."""
+    views: Views
+
+
 class ReadBack:
     """Where the parameters are, and how to digest them: made once, and again when they are other memory or another view of it.
 
@@ -27,9 +39,7 @@ class ReadBack:
         self._manifest = manifest
         self._views: Views | None = None
         self._part = 0  # the first shard that is not whole
-        self._layout: Layout | None = None
-        self._addresses: tuple[int, ...] = ()
-        self._device: torch.device | None = None
+        self._memory: ParameterMemory | None = None
         self._digest: DeviceDigest | None = None
 
     def look(self, shards: Sequence[Shard] | None) -> bool:
@@ -39,42 +49,45 @@ class ReadBack:
         tensors = [shard.tensor for shard in shards]
         if self._views is None or not self._views.are_of(tensors):
             self._views, self._digest = Views(tensors), None
-            self._layout, self._addresses, self._device = self._find(shards)
-        return self._layout is not None
+            self._memory = self._find(shards, self._views)
+        return self._memory is not None
 
-    def _find(self, shards: Sequence[Shard]) -> tuple[Layout | None, tuple[int, ...], torch.device | None]:
+    def _find(self, shards: Sequence[Shard], views: Views) -> ParameterMemory | None:
         device = device_of(shards)
         self._part = next((index for index, shard in enumerate(shards) if not _whole(shard)), len(shards))
         if device is None or device.type not in ("cpu", "cuda") or self._part < len(shards):
-            return None, (), None
+            return None
         try:
             layout, addresses = layout_in_place(self._manifest, shards, block_bytes=None)
         except LayoutError:
-            return None, (), None
-        return layout, addresses, device
+            return None
+        return ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views)
 
     def build(self) -> None:
         """Make the tables for a device now, rather than in the first round."""
-        if self._layout is not None and self._device is not None and self._device.type == "cuda" and self._digest is None:
-            self._digest = DeviceDigest(self._manifest, self._layout, self._device)
-            self._digest.build(self._addresses)
+        memory = self._memory
+        if memory is not None and memory.device is not None and self._digest is None:
+            self._digest = DeviceDigest(self._manifest, memory.layout, memory.device)
+            self._digest.build(memory.addresses)
 
     def digests(
         self, shards: Sequence[Shard] | None, deadline: Deadline, constants: DigestConstants = PUBLIC
     ) -> tuple[Int32, UInt64] | None:
         """The manifest indices of all tensors in ``shards`` and their digests; ``None`` where they cannot be read back."""
-        if not self.look(shards) or self._layout is None or len(np.unique(self._layout.tensor)) != len(self._layout):
+        memory = self._memory if self.look(shards) else None
+        if memory is None or len(np.unique(memory.layout.tensor)) != len(memory.layout):
             return None
-        return self._layout.tensor, self._take(self._layout, deadline, constants)
+        return memory.layout.tensor, self._take(memory, deadline, constants)
 
-    def _take(self, layout: Layout, deadline: Deadline, constants: DigestConstants) -> UInt64:
-        digests = np.zeros(len(layout), np.uint64)
-        if not len(layout):
+    def _take(self, memory: ParameterMemory, deadline: Deadline, constants: DigestConstants) -> UInt64:
+        rows = len(memory.layout)
+        digests = np.zeros(rows, np.uint64)
+        if not rows:
             return digests
         self.build()
         if self._digest is not None:
-            return self._digest.take(self._addresses, deadline, constants)  # of what a loader queued, in whatever stream
-        digest_rows(self._manifest, layout, self._addresses, 0, len(layout), digests, constants)
+            return self._digest.take(memory.addresses, deadline, constants)  # of what a loader queued, in whatever stream
+        digest_rows(self._manifest, memory.layout, memory.addresses, 0, rows, digests, constants)
         return digests
 
 

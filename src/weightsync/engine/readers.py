@@ -17,7 +17,7 @@ from weightsync.errors import AuthenticationError, DeadlineExceeded, TransportEr
 from weightsync.protocol.messages import Host, Offer, SourceAddress
 from weightsync.spans import span
 from weightsync.tensors.copy_table import CopyTable
-from weightsync.transports.base import Reader, Transport
+from weightsync.transports.base import Completion, Reader, Transport
 from weightsync.transports.registry import choose
 
 _log = logging.getLogger(__name__)
@@ -99,11 +99,41 @@ class Readers:
         """Connect to one source. Its reader is the caller's to prepare and to use; :meth:`abort` and :meth:`close` reach it."""
         self._check_abort()
         with span("connect", source.member):
-            transport, reader = connect(source, self._allowed, device, self._host, deadline, self._encrypted)
+            transport, reader = self._connected(source, device, deadline)
         self._connections.append(reader)
         self._transports[transport.name] = transport
         self._check_abort()  # an abort that came before the reader was in the list did not reach it
         return transport, reader
+
+    def _connected(self, source: SourceAddress, device: torch.device | None, deadline: Deadline) -> tuple[Transport, Reader]:
+        """The best transport that reaches this trainer rank, and a reader that writes on CUDA ``device``, or in host memory.
+
+        Offers whose bytes would cross a network in clear are refused where bytes must be encrypted.
+        """
+        failures: list[str] = []
+        try:
+            choices = choose(source.offers, writing(device, self._allowed), self._host)
+        except TransportUnavailable as error:
+            advice = _advice(source.offers, self._allowed, device)
+            raise TransportUnavailable(f"{error}{advice}") from None
+        for transport, offer in choices:
+            encrypted = transport.traits.encrypted and offer.traits.encrypted
+            try:
+                if self._encrypted and transport.traits.reach == "network" and not encrypted:
+                    raise TransportUnavailable(
+                        "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
+                    )
+                if device is None:
+                    return transport, transport.open(offer, source.key, deadline)
+                with torch.cuda.device(device):
+                    return transport, transport.open(offer, source.key, deadline)
+            except TransportUnavailable as error:
+                failures.append(f"{offer.scheme}: {error}")
+            except (TransportError, AuthenticationError, DeadlineExceeded) as error:
+                _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
+                # The reason stays here: offers come from others, who could look around with them in this engine's network.
+                failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
+        raise TransportUnavailable(f"no transport reaches source {source.member}: {'; '.join(failures)}")
 
     def prepare(
         self, reader: Reader, transport: Transport, source: SourceAddress, groups: Sequence[CopyTable], deadline: Deadline
@@ -146,9 +176,13 @@ class Readers:
     def read(self, group: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Read one group from every source, as :meth:`Reader.submit` says: all are asked before the first is waited for."""
         for reader, completion in [(reader, reader.submit(group, deadline, digests)) for reader in self]:
-            with self.reading(reader, group):
-                completion.wait(deadline)
-            failpoints.reached("engine.group")
+            self.finish(reader, group, completion, deadline)
+
+    def finish(self, reader: Reader, group: int, completion: Completion, deadline: Deadline) -> None:
+        """Wait until a group that was asked for is in place."""
+        with self._reading(reader, group):
+            completion.wait(deadline)
+        failpoints.reached("engine.group")
 
     def read_alone(self, reader: Reader, version: int, deadline: Deadline, digests: UInt64 | None = None) -> None:
         """Begin, read and end one reader that has one group."""
@@ -156,14 +190,14 @@ class Readers:
         with self._naming(reader):
             reader.begin(version, deadline)
         self._check_abort()  # a begin clears an earlier abort
-        with self.reading(reader, 0):
+        with self._reading(reader, 0):
             reader.read(0, deadline, digests)
         failpoints.reached("engine.group")
         with self._naming(reader):
             reader.end(deadline)
 
     @contextmanager
-    def reading(self, reader: Reader, group: int) -> Iterator[None]:
+    def _reading(self, reader: Reader, group: int) -> Iterator[None]:
         """Record the block, which waits until a group is in place, as a read from the reader's source."""
         read = self._read[reader]
         with span("read", read.source, read.transport, read.group_bytes[group]), self._naming(reader):
@@ -195,43 +229,6 @@ class Readers:
         connections, self._connections, self._by_transport, self._read = self._connections, [], {}, {}
         for reader in reversed(connections):
             reader.close()
-
-
-def connect(
-    source: SourceAddress,
-    allowed: Sequence[Transport],
-    device: torch.device | None,
-    host: Host,
-    deadline: Deadline,
-    encrypted: bool = False,
-) -> tuple[Transport, Reader]:
-    """The best transport that reaches this trainer rank, and a reader that writes on CUDA ``device`` (``None``: in host memory).
-
-    With ``encrypted``, offers whose bytes would cross a network in clear are refused.
-    """
-    failures: list[str] = []
-    try:
-        choices = choose(source.offers, writing(device, allowed), host)
-    except TransportUnavailable as error:
-        advice = _advice(source.offers, allowed, device)
-        raise TransportUnavailable(f"{error}{advice}") from None
-    for transport, offer in choices:
-        try:
-            if encrypted and transport.traits.reach == "network" and not (transport.traits.encrypted and offer.traits.encrypted):
-                raise TransportUnavailable(
-                    "not encrypted, and this engine rank insists on it: set WEIGHTSYNC_DATA_ENCRYPTION alike on both sides"
-                )
-            if device is None:
-                return transport, transport.open(offer, source.key, deadline)
-            with torch.cuda.device(device):
-                return transport, transport.open(offer, source.key, deadline)
-        except TransportUnavailable as error:
-            failures.append(f"{offer.scheme}: {error}")
-        except (TransportError, AuthenticationError, DeadlineExceeded) as error:
-            _log.warning("source %s cannot be reached by %s: %a", source.member, offer.scheme, str(error))
-            # The reason stays here: offers come from others, who could look around with them in this engine's network.
-            failures.append(f"{offer.scheme}: it cannot be reached (this engine rank's own log says why)")
-    raise TransportUnavailable(f"no transport reaches source {source.member}: {'; '.join(failures)}")
 
 
 def writing(device: torch.device | None, transports: Sequence[Transport]) -> list[Transport]:

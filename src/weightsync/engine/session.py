@@ -88,7 +88,7 @@ class EngineSession:
         self._adapters = (adapter,) if draft is None else (adapter, draft)
         self._draft_prefix = None if draft is None else draft_prefix
         self._calls = AdapterCalls(self._adapters, member, self._taken, on_overwritten)
-        main, *rest = self._calls.manifests()
+        main, *rest = (adapter.manifest() for adapter in self._adapters)
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
@@ -128,11 +128,6 @@ class EngineSession:
         """Whether the current call yields to others: it reads nothing but parameters."""
         return self._current.yields
 
-    @property
-    def paused(self) -> bool:
-        """Whether the last pause succeeded and no resume has begun since."""
-        return self._calls.paused
-
     def receive(self, what: str, update: int = 0, *, aborts: bool = False, reason: str = "", yields: bool = False) -> Ticket:
         """Take note of a call when it arrives, before it waits for its turn. Never blocks.
 
@@ -158,7 +153,8 @@ class EngineSession:
 
     def call_ended(self, call: int, reason: str, refuse: bool) -> None:
         """See :meth:`EngineAdapter.call_ended`."""
-        self._calls.call_ended(call, reason, refuse)
+        for adapter in self._adapters:
+            adapter.call_ended(call, reason, refuse)
 
     def withdraw(self, call: Ticket) -> None:
         """End ``call``, soon, and no other: its caller has given up. Never blocks.
@@ -298,7 +294,8 @@ class EngineSession:
 
     def pause(self, mode: PauseMode, timeout: float, order: tuple[int, int] | None = None) -> None:
         """Pause the engine for the current call's update, to the version of this epoch and number."""
-        self._calls.announced(order)
+        for adapter in self._adapters:
+            adapter.announced(order)
         if self.state != "pausing":
             self._become("pausing")
         if self._owner_pauses:
@@ -309,16 +306,20 @@ class EngineSession:
         self.state = "paused"
         self.check_abort()
 
+    def _begin_writing(self, *states: State) -> None:
+        """Enter ``writing`` from one of ``states``, with a paused engine."""
+        self.require(*states)
+        if not self._calls.paused:
+            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
+        self._become("writing")
+
     @contextmanager
     def writing(self, then: State = "written") -> Iterator[None]:
         """Bytes of the parameters may change in the block, and have no name until a commit. Afterwards the rank is ``then``.
 
         If the block raises, what was written is not known: the rank is quarantined.
         """
-        self.require("paused", "written")
-        if not self._calls.paused:
-            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
-        self._become("writing")
+        self._begin_writing("paused", "written")
         self.serving = self.refuted = None
         with OnFailure(self._invalidate):
             yield
@@ -330,10 +331,7 @@ class EngineSession:
 
         ``base`` is what the rank served before this update, of which only words were replaced that the block puts back.
         """
-        self.require("paused", "written", "quarantined")
-        if not self._calls.paused:
-            raise ProtocolError(f"{self._current.what} needs a paused engine; {self.member} is not paused")
-        self._become("writing")
+        self._begin_writing("paused", "written", "quarantined")
         with OnFailure(self._invalidate):
             yield
             self._calls.finish(base)  # the adapter may have begun an update: what it derives, and its label, are the base's again
@@ -364,7 +362,7 @@ class EngineSession:
 
     def device(self) -> torch.device | None:
         """Where the engine's loader wants its buckets."""
-        return self._calls.device()
+        return self._adapters[0].device()
 
     @property
     def _rewritten(self) -> bool:

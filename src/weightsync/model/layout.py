@@ -68,11 +68,8 @@ class Layout:
         regions: tuple[int, ...],
     ) -> None:
         rows, dims = len(tensor), manifest.dims
-        shapes_ok = starts.shape == stops.shape == strides.shape == (
-            rows,
-            dims,
-        ) and region.shape == offset.shape == tensor.shape == (rows,)
-        if not shapes_ok:
+        wide, narrow = (starts, stops, strides), (tensor, region, offset)
+        if any(column.shape != (rows, dims) for column in wide) or any(column.shape != (rows,) for column in narrow):
             raise LayoutError(f"layout columns do not have {rows} rows of {dims} dimensions")
         self.tensor, self.starts, self.stops = tensor, starts, stops
         self.region, self.offset, self.strides, self.regions = region, offset, strides, regions

@@ -1,4 +1,8 @@
-"""A window of a stream: whole tensors, or a part of one larger than a window, in consecutive memory."""
+"""A window of a stream: whole tensors, or a part of one larger than a window, in consecutive memory.
+
+Each window comes from one trainer rank. If the ranks' tensors have drifted apart, the version would be a mixture of them. So every
+rank digests a sample of the stream.
+"""
 
 from __future__ import annotations
 
@@ -110,13 +114,8 @@ def window_layout(parts: tuple[WindowPart, ...], nbytes: int, *, assembled: bool
     return manifest, Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(regions)), order
 
 
-@lru_cache(maxsize=2)
-def _manifest(specs: tuple[TensorSpec, ...]) -> Manifest:
-    """Return the manifest of ``specs``.
-
-    Cached, because it takes 6 us a tensor, and the next stream, or another reader in this process, mostly has the same tensors.
-    """
-    return Manifest(specs)
+_manifest = lru_cache(maxsize=2)(Manifest)
+"""Cached, because it takes 6 us a tensor, and the next stream, or another reader in this process, mostly has the same tensors."""
 
 
 Measured = tuple[tuple[WindowPart, TensorSpec, int, int], ...]
@@ -164,34 +163,24 @@ class StreamedTensors:
         self._left: dict[str, int] = {}
         self._digests: dict[str, int] = {}
 
-    def add(self, part: WindowPart, digest: int = 0) -> None:
-        """Take note of a part.
+    def add_window(self, parts: Measured, digests: Iterable[int]) -> None:
+        """Take note of the parts of a window, which were checked, and of their digests.
 
         Raises:
-            ManifestMismatch: The tensor came already, or as another one.
-            LayoutError: The part is impossible.
-            ConfigurationError: Its dtype is unknown.
+            ManifestMismatch: A tensor came already, or as another one.
         """
-        part.check()
-        self._note(part, part.spec, part.size, part.nbytes, digest)
-
-    def add_window(self, parts: Measured, digests: Iterable[int]) -> None:
-        """Take note of the parts of a window, as :meth:`add` does, which takes longer."""
-        for part, digest in zip(parts, digests, strict=True):
-            self._note(*part, digest)
-
-    def _note(self, part: WindowPart, spec: TensorSpec, size: int, nbytes: int, digest: int) -> None:
-        name = part.name
-        known = self._specs.get(name)
-        self.nbytes += nbytes
-        if known is None:
-            self._specs[name], self._digests[name] = spec, digest
-            self._left[name] = 0 if part.whole else spec.size - size
-            return
-        if known != spec or not size or size > self._left[name]:
-            raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")
-        self._left[name] -= size
-        self._digests[name] = (self._digests[name] + digest) % 2**64
+        for (part, spec, size, nbytes), digest in zip(parts, digests, strict=True):
+            name = part.name
+            known = self._specs.get(name)
+            self.nbytes += nbytes
+            if known is None:
+                self._specs[name], self._digests[name] = spec, digest
+                self._left[name] = 0 if part.whole else spec.size - size
+            elif known != spec or not size or size > self._left[name]:
+                raise ManifestMismatch(f"the stream brings {name} twice, or as two different tensors")
+            else:
+                self._left[name] -= size
+                self._digests[name] = (self._digests[name] + digest) % 2**64
 
     def complete(self, name: str) -> bool:
         """Whether all parts of this tensor came."""
@@ -208,3 +197,31 @@ class StreamedTensors:
             raise ManifestMismatch(f"the stream ended in the middle of {torn[0]}")
         manifest = _manifest(tuple(self._specs.values()))
         return manifest, np.array([self._digests[spec.name] for spec in manifest], np.uint64)
+
+
+_FIRST = 16
+_PERIOD = 16
+_BYTES = 64 << 10
+
+
+def is_sampled(index: int, number: int) -> bool:
+    """Whether tensor ``index`` of the stream is sampled in version ``number``.
+
+    The first sixteen always are. Of the others it is every sixteenth, another sixteenth in each version.
+    """
+    return index < _FIRST or (index + number) % _PERIOD == 0
+
+
+def sample_box(shape: tuple[int, ...], itemsize: int, number: int) -> tuple[slice, ...]:
+    """Box of at most 64 KiB of a tensor. It moves on every sixteen versions, so each element's turn comes."""
+    most, turn, box = max(_BYTES // itemsize, 1), number // _PERIOD, []
+    size = prod(shape)  # of the box, if the dimensions from here on are whole
+    for extent in shape:
+        step = extent
+        if size > most:
+            rest = size // extent
+            step = max(most // rest, 1)
+            size = step * rest
+        turn, part = divmod(turn, -(-extent // step) if step else 1)
+        box.append(slice(part * step, min((part + 1) * step, extent)))
+    return tuple(box)

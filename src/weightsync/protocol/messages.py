@@ -246,7 +246,7 @@ class WindowPlaced(Message, frozen=True):
     manifest: Name = ""
     """At the end: fingerprint of all tensors of the stream, of all ranks."""
     sample: Annotated[bytes, msgspec.Meta(max_length=1 << 23)] = b""
-    """At the end, of one of several ranks: digests (uint64, little-endian) of its tensors, see :mod:`weightsync.model.sample`."""
+    """At the end, of one of several ranks: digests (uint64, little-endian) of its tensors, see :mod:`weightsync.model.window`."""
 
 
 # Coordinator to engine.

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.arrays import Int8, Int64, UInt64
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, LayoutError
+from weightsync.errors import Aborted
 from weightsync.model import Layout, Manifest
 from weightsync.model.layout import packed_strides
 from weightsync.publishing.listed_changes import DeviceLists
@@ -27,7 +27,7 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants, columns_address, 
 from weightsync.tensors.kernels import digest_table
 from weightsync.tensors.memory_views import bytes_at
 from weightsync.tensors.shards import Shard, ordered, torch_dtype
-from weightsync.transports.cuda.region import PLACING_SECONDS, OwnCudaRegion
+from weightsync.transports.cuda.region import OwnCudaRegion
 
 _HOST_BYTES = 512 << 10  # of one group, which is still in the cache when it is copied
 _DEVICE_BYTES = 32 << 20
@@ -105,8 +105,9 @@ class GatheredRows:
     def place(self, out: UInt64, flag: Int8, deadline: Deadline | None) -> None:
         """Copy the current contents, and add the digest of each row to ``out[row]``.
 
+        Returns early once ``flag[0]`` is set.
+
         Raises:
-            Aborted: ``flag[0]`` was set while a group was copied. Between two groups this returns early.
             DeadlineExceeded: ``deadline`` passed.
         """
         first, digests = 0, np.zeros(len(self._rows), np.uint64)
@@ -122,7 +123,7 @@ class GatheredRows:
                 torch._foreach_copy_(group.places, sources)
                 last = first + len(group.cuts)
                 if self._digest is None:
-                    self._copy(first, last, digests, flag)
+                    _copy(self._table, self._dims, first, last, self._targets, digests[first:], flag)
                 else:
                     self._digest.launch(first, last)
                     torch.from_numpy(bytes_at(group.target, group.nbytes)).copy_(self._gathered[: group.nbytes])
@@ -131,10 +132,11 @@ class GatheredRows:
                 digests = self._digest.taken()
         np.add.at(out, self._rows, digests)
 
-    def _copy(self, first: int, last: int, digests: UInt64, flag: Int8) -> None:
-        addresses = self._table.ctypes.data, self._targets.ctypes.data, digests[first:].ctypes.data
-        if digest_table(addresses[0], self._dims, first, last, *addresses[1:], columns_address, flag.ctypes.data) < last - first:
-            raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
+
+def _copy(table: Int64, dims: int, first: int, last: int, targets: Int64, out: UInt64, flag: Int8) -> None:
+    """Copy rows ``first <= i < last`` of a row table to ``targets[i]``, with digests to ``out[i - first]``, until ``flag[0]``."""
+    addresses = targets.ctypes.data, out.ctypes.data, columns_address, flag.ctypes.data
+    digest_table(table.ctypes.data, dims, first, last, *addresses)
 
 
 def _place(memory: torch.Tensor, offset: int, dtype: torch.dtype, cut: Cut) -> torch.Tensor:
@@ -213,9 +215,6 @@ class HostPublisher:
     ``layout`` is :func:`~weightsync.tensors.memory_layout.packed_layout` of the same shards. Each is read exactly once, and the
     digest covers what was read, or what it was converted to (:class:`~weightsync.publishing.copied_shards.GatheredRows`). Those on
     the meta device are written by ``write``, and the digest covers the region.
-
-    Raises:
-        LayoutError: The shards do not match the layout.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class HostPublisher:
     ) -> None:
         self._manifest, self._layout, self._address, self._write = manifest, layout, address, write
         self._shards = ordered(manifest, shards)
-        self._check()
         self._targets: Int64 = layout.offset + address
         self._direct, self._written, others = self._sort()
         self._gathered = [GatheredRows(manifest, self._shards, layout, address, rows, device) for device, rows in others.items()]
@@ -284,18 +282,7 @@ class HostPublisher:
         table = row_table(addresses, layout.starts[rows], layout.stops[rows], strides, self._manifest.shapes[tensors], itemsizes)
         targets = np.ascontiguousarray(self._targets[rows])
         digests = np.zeros(len(rows), np.uint64)
-        finished = digest_table(
-            table.ctypes.data,
-            self._manifest.dims,
-            0,
-            len(rows),
-            targets.ctypes.data,
-            digests.ctypes.data,
-            columns_address,
-            flag.ctypes.data,
-        )
-        if finished < len(rows):
-            raise Aborted("the copy of this version was stopped; the published region holds a mixture of versions")
+        _copy(table, self._manifest.dims, 0, len(rows), targets, digests, flag)
         out[rows] = digests
 
     def _place_written(self, out: UInt64, flag: Int8) -> None:
@@ -313,18 +300,6 @@ class HostPublisher:
         shape = self._shards[row].box.shape
         size = self._shards[row].box.size * self._dtype(row).itemsize
         return torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row)).view(shape)
-
-    def _check(self) -> None:
-        layout, manifest = self._layout, self._manifest
-        if len(layout) != len(self._shards) or len(layout.regions) != 1:
-            raise LayoutError(
-                f"{len(self._shards)} shards do not fit a layout of {len(layout)} rows, {len(layout.regions)} regions"
-            )
-        for row, shard in enumerate(self._shards):
-            if manifest[int(layout.tensor[row])].name != shard.name or layout.box(row, manifest) != shard.box:
-                raise LayoutError(f"row {row} of the layout is not the shard of {shard.name} at {list(shard.box.starts)}")
-        if not layout.contiguous(manifest):
-            raise LayoutError("the rows of a published region must be contiguous")
 
 
 _LEFT_BYTES = 1 << 30  # of a device's memory: for the trainer
@@ -386,7 +361,7 @@ class DeviceCopy:
         self._digest = DeviceDigest(manifest, layout, self._device)
         self._digest.build(self._addresses)
 
-    def place(self, stop: Int8, deadline: Deadline | None = None) -> UInt64:
+    def place(self, stop: Int8, deadline: Deadline) -> UInt64:
         """Copy the current contents.
 
         Returns:
@@ -398,7 +373,6 @@ class DeviceCopy:
         """
         if stop[0]:
             raise Aborted("the copy of this version was stopped")
-        deadline = deadline or Deadline(PLACING_SECONDS)
         sources = [shard.tensor for shard in self._sources]
         with torch.no_grad(), torch.cuda.device(self._device):
             if self._changes is not None:

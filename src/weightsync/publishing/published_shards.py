@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weightsync.arrays import Int8, UInt64
+from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, TransportUnavailable
@@ -33,10 +34,10 @@ from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, form
 from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.quantization import AllMax, ChooseFormats, QuantizedShards
-from weightsync.tensors.shards import DTypes, FollowedShards, Shard, ShardedState, checkpoint_name, dtype_name
+from weightsync.tensors.shards import DTypes, FollowedShards, Shard, ShardedState, checkpoint_name, dtype_name, local_part
 from weightsync.transports.base import LOOPBACK, Network, Transport
 from weightsync.transports.cuda.pinned import Pinned
-from weightsync.transports.cuda.region import PLACING_SECONDS, CudaRegion, OwnCudaRegion, OwnMemory
+from weightsync.transports.cuda.region import CudaRegion, OwnCudaRegion, OwnMemory
 from weightsync.transports.host.memory import available_bytes
 from weightsync.transports.host.region import EMPTY, PublishedRegion
 from weightsync.transports.hostinfo import own_address, reachable_address
@@ -91,13 +92,11 @@ class InPlacePublisher:
         self.no_changes: str | None = None
         self._lists: OwnMemory | None = None
         self._pinned: Pinned | None = None
-        with ExitStack() as undo:
-            undo.callback(self._free)
+        with OnFailure(self._free):
             if deltas:
                 self._keep(manifest, deltas)
             sizes = self.layout.regions if self._lists is None else (*self.layout.regions, self._lists.nbytes)
             self.region = CudaRegion(sizes, self.layout.digest, self._regions, device.index)
-            undo.pop_all()
         self._held = []
 
     def _keep(self, manifest: Manifest, deltas: bool | int) -> None:
@@ -145,13 +144,12 @@ class InPlacePublisher:
         self._held, self._now = self._live.look()
         return self._now
 
-    def place(self, stop: Int8 | None = None, deadline: Deadline | None = None) -> UInt64:
+    def place(self, stop: Int8, deadline: Deadline) -> UInt64:
         """Digest every row of the layout, after all work that was queued on the device.
 
         Called within ``region.placing``, which has looked where the memory is. One launch, so ``stop`` cannot end it early. Raises
-        :class:`~weightsync.errors.DeadlineExceeded` (without a ``deadline``, after a minute).
+        :class:`~weightsync.errors.DeadlineExceeded`.
         """
-        deadline = deadline or Deadline(PLACING_SECONDS)
         if self.changes is not None:
             wait_until_idle(self._device, deadline, f"waiting for work queued on {self._device} before looking for changes")
             addresses = np.array(self._now, np.int64)[self.changes.sections.region]
@@ -248,16 +246,11 @@ def _place(tensor: torch.Tensor) -> tuple[int, Form]:
     return tensor.data_ptr(), forms_of([tensor])[0]
 
 
+@torch.no_grad()  # which a DTensor's to_local looks at: entered once, as a model has tens of thousands
 def _local(state: Mapping[str, torch.Tensor] | torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's memory of each tensor, as the state holds it now."""
     state = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
-    values = {checkpoint_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if not torch.distributed.is_available():
-        return values
-    from torch.distributed.tensor import DTensor
-
-    with torch.no_grad():  # which to_local looks at: entered once, as a model has tens of thousands
-        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
+    return {checkpoint_name(name): local_part(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 _log = logging.getLogger(__name__)
@@ -399,11 +392,6 @@ class PublishedShards(Publication):
             except TransportUnavailable as error:
                 _log.info("copying to this region will be slow: %s", error)
         self._publish(region, "host", owned)
-
-    @property
-    def changed_shares(self) -> dict[str, float]:
-        """The part of the words of each tensor that the last version changed, where that is listed."""
-        return {} if self.changes is None else self.changes.shares
 
     @property
     def in_place(self) -> bool:

@@ -355,13 +355,13 @@ def _module_entries(module: nn.Module, include_buffers: bool) -> list[tuple[str,
 
 @torch.no_grad()
 def _view(value: torch.Tensor) -> LocalView:
-    local = _local_part(value)
+    local = local_part(value)
     if local.layout is not torch.strided:  # only its parts have storages
         return LocalView(-id(value), 0, (1,), (local.numel(),), local.dtype)
     return LocalView(local.untyped_storage()._cdata, int(local.storage_offset()), local.stride(), tuple(local.shape), local.dtype)
 
 
-def _local_part(value: torch.Tensor) -> torch.Tensor:
+def local_part(value: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor; any other tensor unchanged."""
     return value.to_local() if isinstance(value, _dtensor()) else value
 
@@ -492,7 +492,7 @@ class FollowedShards:
         names, tensors = list[str](), list[torch.Tensor]()
         for name, value in self._named():
             names.append(name)
-            tensors.append(_local_part(value))
+            tensors.append(local_part(value))
         return names, tensors
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:

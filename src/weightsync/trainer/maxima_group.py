@@ -73,7 +73,7 @@ class MaximaGroup:
                 raise RuntimeError("no answer")
         except (RuntimeError, WeightSyncError) as error:
             self.broken = f"a trainer rank did not take part in the maxima of quantized weights ({error})"
-            raise self.error() from error
+            self.check()
 
     def give_up(self) -> None:
         """Let the other ranks, which wait for this one, go on without a result. Does not wait itself."""
@@ -83,13 +83,9 @@ class MaximaGroup:
             dist.all_reduce(orders, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def check(self) -> None:
-        """Raise :meth:`error` if the group is broken."""
+        """Raise :class:`~weightsync.errors.PeerLost` if the group is broken."""
         if self.broken:
-            raise self.error()
-
-    def error(self) -> PeerLost:
-        """The error of a broken group."""
-        return PeerLost(f"{self.broken}: {_REMEDY}")
+            raise PeerLost(f"{self.broken}: {_REMEDY}")
 
     def close(self) -> None:
         """Leave the group. Safe twice."""

@@ -22,8 +22,7 @@ from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout, Manifest
-from weightsync.model.sample import is_sampled, sample_box
-from weightsync.model.window import ALIGNMENT
+from weightsync.model.window import ALIGNMENT, is_sampled, sample_box
 from weightsync.outcome import Outcome
 from weightsync.protocol.messages import Body, Done, Memory, PlaceWindow, RoundResult, WindowPlaced
 from weightsync.publishing.publication import Publication, ReaderAccess
@@ -47,7 +46,7 @@ class _Copy(NamedTuple):
 
 
 class StreamSample:
-    """Small copies of the tensors of version ``number`` that :func:`~weightsync.model.sample.is_sampled` names.
+    """Small copies of the tensors of version ``number`` that :func:`~weightsync.model.window.is_sampled` names.
 
     Nothing waits for a device before :meth:`digests`. Not thread-safe.
     """

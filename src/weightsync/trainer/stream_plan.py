@@ -15,7 +15,7 @@ from weightsync.arrays import UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError
 from weightsync.model import Layout, Manifest, TensorSpec
-from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, window_layout
+from weightsync.model.window import ALIGNMENT, StreamedTensors, WindowPart, measured, window_layout
 from weightsync.publishing.copied_shards import chunks
 from weightsync.tensors.cuda.digest import LayoutDigest
 from weightsync.tensors.cuda.waiting import wait_for_device
@@ -155,8 +155,7 @@ class StreamPlan:
         del self._planned[count:]
         self._manifest, self._tensors = None, StreamedTensors()
         parts = [planned for tensor in self._planned for planned in tensor.parts]
-        for planned in parts:
-            self._tensors.add(planned.part)
+        self._tensors.add_window(measured(tuple(planned.part for planned in parts)), [0] * len(parts))
         self._window = parts[-1].window if parts else 0
         self._parts = [planned.part for planned in parts if planned.window == self._window]
         self._used = self._parts[-1].offset + self._parts[-1].nbytes if parts else 0
@@ -184,7 +183,7 @@ class StreamPlan:
             self._advance()
             offset = 0
         part = WindowPart(spec.name, spec.shape, spec.dtype, offset, starts, stops)
-        self._tensors.add(part)
+        self._tensors.add_window(measured((part,)), [0])
         self._parts.append(part)
         self._used = offset + nbytes
         target = None

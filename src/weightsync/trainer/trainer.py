@@ -237,7 +237,8 @@ class Trainer(Closeable):
     @property
     def changed(self) -> dict[str, float]:
         """The part of the words of each tensor that the last version changed, in this rank's shards. Empty without ``deltas``."""
-        return self._role.changed_shares if isinstance(self._role, TrainerRole) else {}
+        changes = self._role.changes if isinstance(self._role, TrainerRole) else None
+        return {} if changes is None else changes.shares
 
     @property
     def version(self) -> Version | None:

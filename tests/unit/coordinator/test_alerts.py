@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightsync.coordinator.alerts import alerts_of
-from weightsync.coordinator.past_rounds import PastRounds
+from weightsync.coordinator.round_trace import PastRounds
 from weightsync.coordinator.status import RankStatus, ReplicaStatus
 from weightsync.model import ReplicaResult, RoundResult, Version
 

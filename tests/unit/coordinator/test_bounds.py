@@ -8,7 +8,7 @@ from tests.unit.coordinator.contents import MANIFEST
 from tests.unit.coordinator.fakes import World
 from tests.virtual_time import virtual
 
-from weightsync.coordinator import past_rounds
+from weightsync.coordinator import round_trace
 from weightsync.coordinator.agent_messages import answer_agent
 from weightsync.coordinator.report import round_result
 from weightsync.model import PauseMode, Version
@@ -31,7 +31,7 @@ def test_errors_of_very_many_replicas_are_cut(replicas: int, most: int) -> None:
 
 @virtual
 async def test_the_history_holds_fewer_rounds_of_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(past_rounds, "_MOST_RESULTS", 10)
+    monkeypatch.setattr(round_trace, "_MOST_RESULTS", 10)
     world = World()
     world.add_trainers(1)
     for number in range(4):
@@ -39,7 +39,7 @@ async def test_the_history_holds_fewer_rounds_of_many_replicas(monkeypatch: pyte
     for number in range(1, 6):
         await world.publish(number)
     assert [one.version.number for one in world.coordinator.status().rounds] == [4, 5]
-    monkeypatch.setattr(past_rounds, "_MOST_RESULTS", 1)
+    monkeypatch.setattr(round_trace, "_MOST_RESULTS", 1)
     await world.publish(6)
     assert [one.version.number for one in world.coordinator.status().rounds] == [6], "the last one is always there"
 

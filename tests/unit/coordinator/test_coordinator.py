@@ -45,8 +45,6 @@ async def test_strangers_and_doubles() -> None:
     world.trainers["trainer/1"].disconnect()
     with pytest.raises(MembershipError, match="second trainer"):
         world.add_trainer(1, 4)
-    with pytest.raises(MembershipError, match="rank 5 of 2"):
-        world.add_engine("s", 5, 2, "streamed")
     with pytest.raises(MembershipError, match="no replica is called"):
         await world.coordinator.seed(["nobody"])
 

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from weightsync.coordinator.lora_drops import drop
 from weightsync.coordinator.lora_round import takes
-from weightsync.coordinator.rank_handle import RankHandle
+from weightsync.coordinator.rank_handle import RankHandle, drop
 from weightsync.errors import PeerLost
 from weightsync.model import Version
 from weightsync.model.lora import AdapterSpec, LoraConfig

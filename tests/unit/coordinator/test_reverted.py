@@ -9,7 +9,7 @@ import pytest
 from tests.unit.coordinator.fakes import FakeEngine, world_of
 from tests.virtual_time import virtual
 
-from weightsync.coordinator.deltas import StagedDelta
+from weightsync.coordinator.agreement import StagedDelta
 from weightsync.coordinator.publications import Delta, Publications
 from weightsync.coordinator.replicas import Replica
 from weightsync.errors import Aborted

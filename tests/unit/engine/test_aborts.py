@@ -170,7 +170,7 @@ def test_a_quarantine_that_gave_up_waiting_is_not_forgotten(
     with pytest.raises(Aborted):
         stage.update(version)
     assert serving(stage.engine) is None
-    assert stage.engine.session.paused, "the call that held the turn has carried it out"
+    assert stage.engine.session._calls.paused, "the call that held the turn has carried it out"
     assert "finish" not in stage.adapter.said or point.startswith("engine.resume")
     if point == "engine.resume":
         assert "resume" not in stage.adapter.said

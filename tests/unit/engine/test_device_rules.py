@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.engine.readers import connect
+from weightsync.engine.readers import Readers
 from weightsync.errors import LayoutError, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.publishing import published_shards
@@ -123,7 +123,7 @@ def test_a_copy_that_does_not_fit_on_the_gpu_is_made_in_host_memory_and_said_so(
 def test_who_cannot_reach_the_other_is_told_what_to_change(offered: Transport, device: torch.device | None, advice: str) -> None:
     address = SourceAddress("trainer/0", "d" * 32, (Offer(offered.name, "weightsync-gpu-x", this_host(), offered.traits),), _KEY)
     with pytest.raises(TransportUnavailable, match=advice):
-        connect(address, [CudaIpc(), SharedMemory(), Tcp()], device, this_host(), Deadline(5))
+        Readers([CudaIpc(), SharedMemory(), Tcp()], this_host(), False, lambda: None).open(address, device, Deadline(5))
 
 
 def test_parameters_that_are_not_tied_any_more_are_not_published_in_part() -> None:

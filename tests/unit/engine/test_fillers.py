@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -22,9 +22,8 @@ from tests.unit.engine.test_update import SECONDS, Watched
 from weightsync.coordinator.negotiation import negotiate
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
-from weightsync.engine.engine_role import EngineRole
+from weightsync.engine.engine_role import EngineRole, filler_for
 from weightsync.engine.fill import receive_ahead
-from weightsync.engine.fill.choose import filler_for
 from weightsync.engine.fill.direct import DeviceDirect, HostDirect
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
 from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, LaunchAhead
@@ -174,7 +173,7 @@ def test_streamed_in_host_memory(digests: str) -> None:
         two = Two(Noting(digests=digests), owned, "streamed")
         two.engine.handle(Prepare(two.plan), SECONDS)
         assert isinstance(two.engine._filler, HostStreamed)
-        assert two.engine._filler.staging_bytes > 0
+        assert two.engine._filler._staging.nbytes > 0
         two.adapter.loads_late = True  # so that nothing is read back
         moved = two.move(1)
         assert moved.verified == "received"
@@ -327,7 +326,7 @@ class Ring:
             self.digest,
             self.load,
             lambda: None,
-            lambda reader, bucket: nullcontext(),
+            lambda reader, bucket, completion, deadline: completion.wait(deadline),
         )
 
     def value(self, bucket: int) -> float:
@@ -495,7 +494,7 @@ def test_buckets_are_staged_on_the_device_if_every_source_reaches_it(writes: tup
     with ExitStack() as owned:
         two = Two(Noting(writes=writes, digests="after"), owned, "streamed")
         context = dataclasses.replace(two.engine._fill_context, staging_device=CUDA)
-        assert type(filler_for(context, two.plan, None, (), None)) is kind
+        assert type(filler_for(context, two.plan, None)) is kind
 
 
 @pytest.mark.parametrize("read_back", [True, False])

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from weightsync.deadline import Deadline
-from weightsync.engine.readers import connect
+from weightsync.engine.readers import Readers
 from weightsync.errors import PeerLost, TransportUnavailable
 from weightsync.protocol.messages import Offer, SourceAddress
 from weightsync.transports.host.region import PublishedRegion
@@ -51,7 +51,7 @@ def listener(answer: bytes | None) -> Iterator[int]:
 def message(address: str, seconds: float = 5.0) -> str:
     source = SourceAddress("trainer/0", "layout", (Offer("tcp", address, HERE),), KEY)
     with pytest.raises(TransportUnavailable) as caught:
-        connect(source, [Tcp()], None, HERE, Deadline(seconds))
+        Readers([Tcp()], HERE, False, lambda: None).open(source, None, Deadline(seconds))
     return str(caught.value)
 
 

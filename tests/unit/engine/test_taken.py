@@ -136,7 +136,7 @@ def test_a_quarantine_of_an_update_that_a_round_overtook_does_not_pause_the_engi
     else:
         outside.rank.session.quarantine(late, Deadline(SECONDS))
     assert stage.engine.session.served_version == version
-    assert not stage.engine.session.paused
+    assert not stage.engine.session._calls.paused
     assert stage.adapter.said[-1] == "resume"
 
 
@@ -152,7 +152,7 @@ def test_a_quarantine_of_a_round_that_an_update_from_outside_overtook_does_not_s
     stage.engine.handle(Quarantine("another digest was published"), SECONDS)
     reported = outside.rank.session.served_version
     assert reported is None, "one that arrives now pauses whatever serves"
-    assert stage.engine.session.paused
+    assert stage.engine.session._calls.paused
 
 
 def test_an_engine_that_somebody_else_resumed_is_paused_before_it_is_written(stage: Stage) -> None:

@@ -83,18 +83,14 @@ def test_a_forged_part_is_refused(forged: dict[str, object]) -> None:
     with pytest.raises(LayoutError):
         window_layout((part,), 1024)
     with pytest.raises(LayoutError):
-        StreamedTensors().add(part)
-    with pytest.raises(LayoutError):
         measured((part,))
 
 
 def test_digests_add_up_over_the_parts_of_a_tensor() -> None:
     streamed = StreamedTensors()
-    streamed.add(WindowPart("b", (4, 2), "int8", 0, (0, 0), (3, 2)), 2**64 - 1)
+    streamed.add_window(measured((WindowPart("b", (4, 2), "int8", 0, (0, 0), (3, 2)),)), [2**64 - 1])
     assert not streamed.complete("b")
-    streamed.add(FIRST, 5)
-    streamed.add(EMPTY)
-    streamed.add(WindowPart("b", (4, 2), "int8", 0, (3, 0), (4, 2)), 3)
+    streamed.add_window(measured((FIRST, EMPTY, WindowPart("b", (4, 2), "int8", 0, (3, 0), (4, 2)))), [5, 0, 3])
     assert streamed.complete("b")
     manifest, digests = streamed.end()
     assert [spec.name for spec in manifest] == ["b", "empty", "layers.2.w"]
@@ -111,7 +107,7 @@ def test_a_window_counts_as_its_parts_do() -> None:
             digests = [2**64 - 1 - index for index in range(len(window))]
             together.add_window(known.get(number, window, 1024), digests)
             for part, digest in zip(window, digests, strict=True):
-                apart.add(part, digest)
+                apart.add_window(measured((part,)), [digest])
         assert together.nbytes == apart.nbytes == 60 + 4 + 96
         (manifest, totals), (same, expected) = together.end(), apart.end()
         assert manifest == same
@@ -151,13 +147,13 @@ def test_a_tensor_comes_once_and_as_one_tensor(parts: list[WindowPart]) -> None:
     streamed = StreamedTensors()
     with pytest.raises(ManifestMismatch, match="twice"):
         for part in parts:
-            streamed.add(part)
+            streamed.add_window(measured((part,)), [0])
     with pytest.raises(ManifestMismatch, match="twice"):
         StreamedTensors().add_window(measured(tuple(parts)), [0] * len(parts))
 
 
 def test_a_tensor_that_did_not_come_whole_ends_nothing() -> None:
     streamed = StreamedTensors()
-    streamed.add(PART)
+    streamed.add_window(measured((PART,)), [0])
     with pytest.raises(ManifestMismatch, match="middle of big"):
         streamed.end()

@@ -8,7 +8,7 @@ import torch
 from tests.unit.tensors.samples import DTYPES, MEMORIES, random_bits, raw, stored
 
 from weightsync.deadline import Deadline
-from weightsync.errors import Aborted, DeadlineExceeded
+from weightsync.errors import DeadlineExceeded
 from weightsync.publishing.copied_shards import GatheredRows, chunks
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.memory_layout import packed_layout
@@ -75,8 +75,8 @@ def test_it_stops_when_told_and_at_its_deadline(monkeypatch: pytest.MonkeyPatch)
         stop[0] = 1
 
     monkeypatch.setattr(torch, "_foreach_copy_", stopping)
-    with pytest.raises(Aborted, match="mixture"):
-        gathered.place(digests, stop, None)
+    gathered.place(digests, stop, None)
+    assert not digests.any()  # its owner raises
 
 
 @pytest.mark.parametrize("shape", [(), (9,), (3, 5), (4, 2, 7), (2, 3, 2, 5), (0, 3)])

@@ -101,19 +101,6 @@ def test_stops_when_told(wanted: torch.dtype) -> None:
     placer.place(np.zeros(1, np.int8))
 
 
-def test_layout_and_shards_must_belong_together() -> None:
-    manifest, shards = shards_of({"a": torch.zeros(3, 4), "b": torch.zeros(4)})
-    layout = packed_layout(manifest, shards)
-    with pytest.raises(LayoutError, match="1 shards do not fit"):
-        HostPublisher(manifest, shards[:1], layout, 0)
-    other = [shard("a", torch.zeros(2, 4), (3, 4), (1, 0)), shards[1]]
-    with pytest.raises(LayoutError, match="not the shard of a"):
-        HostPublisher(manifest, other, layout, 0)
-    turned, _ = layout_in_place(manifest, [Shard("a", (3, 4), shards[0].box, torch.zeros(4, 3).t())], None)
-    with pytest.raises(LayoutError, match="contiguous"):
-        HostPublisher(manifest, shards[:1], turned, 0)
-
-
 def staged() -> tuple[dict[str, torch.Tensor], Manifest, Layout]:
     """A staging layout of three buckets, made by hand."""
     generator = np.random.default_rng(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.trainer.lora_state import adapter_of
+from weightsync.trainer.adapters import adapter_of
 
 
 @pytest.mark.parametrize("more", ["bias", "tokens", "alora", ""])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.model.sample import is_sampled, sample_box
+from weightsync.model.window import is_sampled, sample_box
 from weightsync.trainer.stream import StreamSample
 
 

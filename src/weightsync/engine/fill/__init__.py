@@ -1,6 +1,6 @@
 """Fillers: how the bytes of one version get into an engine rank's memory, and their digests.
 
-:func:`~weightsync.engine.fill.choose.filler_for` chooses one for each plan, and it stays the same for every round of that plan. A
+:func:`~weightsync.engine.engine_role.filler_for` chooses one for each plan, and it stays the same for every round of that plan. A
 trainer that publishes streams gets the last one:
 
 =================  ==========================================  ===========================================================

@@ -143,9 +143,6 @@ class PlanFiller(Filler):
         PlanMismatch: The plan is not the one that the coordinator computed.
     """
 
-    staging_bytes = 0
-    """Bytes of staging memory that this filler holds."""
-
     def __init__(
         self,
         context: FillContext,
@@ -205,21 +202,14 @@ class PlanFiller(Filler):
         if nbytes < self.nbytes:
             self._context.progress(nbytes)
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of device memory that the copy tables of the readers take."""
-        return sum(reader.table_bytes for reader in self._readers)
-
     def require(self, version: int, deadline: Deadline) -> None:
         """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""
         self._readers.require(version, deadline)
 
     def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
-        """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``."""
-        return self._serves(plan) and addresses == self._addresses
-
-    def _serves(self, plan: PlanSlice) -> bool:
-        return plan.digest == self.plan.digest and plan.sources == self.plan.sources
+        """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``. A loader may be given any."""
+        same = plan.digest == self.plan.digest and plan.sources == self.plan.sources
+        return same and (self.plan.delivery == "streamed" or addresses == self._addresses)
 
     @cached_property
     def cover(self) -> Coverage:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
-from weightsync import failpoints
 from weightsync.arrays import UInt64
 from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
@@ -40,7 +38,7 @@ class LaunchAhead:
 
     Bucket ``k + 1`` is filled while the loader works on ``k``, each on a stream; the order is kept by events, so the host waits
     only one bucket behind, and the device is never without work. With one buffer they alternate. ``digest(first, end)`` queues the
-    digests of a bucket's rows after it was filled. Waits for a reader are inside ``reading(reader, bucket)``.
+    digests of a bucket's rows after it was filled. ``finish(reader, bucket, completion, deadline)`` waits for a reader.
     Used by one thread.
     """
 
@@ -53,9 +51,9 @@ class LaunchAhead:
         digest: Callable[[int, int], None],
         load: Callable[[int, Deadline], None],
         check_abort: Callable[[], None],
-        reading: Callable[[Reader, int], AbstractContextManager[None]],
+        finish: Callable[[Reader, int, Completion, Deadline], None],
     ) -> None:
-        self._reading = reading
+        self._finish = finish
         self._readers, self._groups, self._device = readers, groups, device
         self._ahead = staging.buffers - 1
         self._digest, self._load, self._check_abort = digest, load, check_abort
@@ -100,9 +98,7 @@ class LaunchAhead:
                     worked += time.perf_counter() - started
                     started = time.perf_counter()
                     for reader, read in zip(self._readers, reads, strict=True):
-                        with self._reading(reader, bucket):
-                            read.wait(deadline)  # the next bucket is under way: the device has work meanwhile
-                        failpoints.reached("engine.group")
+                        self._finish(reader, bucket, read, deadline)  # the next bucket is under way: the device has work
                     waited += time.perf_counter() - started
                     done(bucket)
                 if loaded:
@@ -162,7 +158,6 @@ class StreamedFiller(PlanFiller):
         )
         self._owned.callback(self._staging.close)
         self._addresses = self._staging.addresses
-        self.staging_bytes = self._staging.nbytes
         super().prepare(deadline)
 
     _constants = PUBLIC  # of the run
@@ -196,10 +191,6 @@ class StreamedFiller(PlanFiller):
     def _load(self, bucket: int, deadline: Deadline) -> None:
         """Hand a bucket to the engine's loader."""
         self._context.engine.load(self._staging.tensors(bucket))
-
-    def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
-        """See :meth:`PlanFiller.fits`. Where the parameters are makes no difference to a loader."""
-        return self._serves(plan)
 
     def close(self) -> None:
         """See :meth:`Filler.close`. Deferred while a thread may still write to the staging buckets."""
@@ -255,7 +246,7 @@ class DeviceStreamed(StreamedFiller):
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
-        self._digest: DeviceDigest | _NotDigested = _NotDigested()
+        self._digest: DeviceDigest | None = None  # where the engine's parameters are read back
         if not self._context.engine.can_read_back(build=True):
             self._digest = DeviceDigest(self._context.manifest, self.layout, self.device)
             self._digest.build(self._addresses)
@@ -264,7 +255,7 @@ class DeviceStreamed(StreamedFiller):
             check_abort = self._context.engine.check_abort
             self._pipeline = LaunchAhead(
                 readers, self._staging, self._groups, self.device, self._launch_digest, self._load, check_abort,
-                self._readers.reading,
+                self._readers.finish,
             )  # fmt: skip
         self._stopwatch.lap("tables")
 
@@ -275,21 +266,14 @@ class DeviceStreamed(StreamedFiller):
             self._launch_digest(*self._groups[bucket])
 
     def _launch_digest(self, first: int, end: int) -> None:
-        self._digest.launch(first, end, self._constants)
+        if self._digest is not None:
+            self._digest.launch(first, end, self._constants)
 
     def _load_and_wait(self, bucket: int, deadline: Deadline) -> None:
         self._load(bucket, deadline)
         wait_for_device(self.device, deadline, "the engine's loader")  # its bucket is filled again after the next
 
     def _received(self) -> UInt64:
+        if self._digest is None:
+            raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")
         return self._digest.taken()
-
-
-class _NotDigested:
-    """Stands for the digests of buckets where the engine's parameters are read back."""
-
-    def launch(self, first: int, end: int, constants: DigestConstants = PUBLIC) -> None:
-        """Digest nothing."""
-
-    def taken(self) -> UInt64:
-        raise PlanMismatch("the loader gave the engine other parameters than it had: restart this rank's weightsync.Engine")

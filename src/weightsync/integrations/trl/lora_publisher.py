@@ -20,8 +20,7 @@ from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.launch import from_rank_zero
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
-from weightsync.trainer.adapters import Adapters
-from weightsync.trainer.lora_state import adapter_of
+from weightsync.trainer.adapters import Adapters, adapter_of
 from weightsync.trainer.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ TILE_BYTES = 1 << 20
 
 _MOST_TILES = 1 << 23  # a table of 830 MiB; a forged stride could request one copy for each element
 _KEYS = 7  # columns of a table before the keys
+_BYTES = (1, 1, 0, 1)  # steps of bytes in the source, the target, the flattened leading index, and the last dimension
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ def tiles_of(
     )
     group = _group_of(row, groups)
     order = np.lexsort((row, group, pieces.source))
-    size, strides = _merge((pieces.stops - pieces.starts)[order], strides[:, order], itemsizes[order])
+    size, strides = merge_dimensions((pieces.stops - pieces.starts)[order], strides[:, order], itemsizes[order], _BYTES)
     fixed = np.stack([pieces.source_region, row, blocks], axis=1)[order]
     table, piece = _expand(size, strides, firsts[:, order], fixed)
     keys = (pieces.source[order].astype(np.int64) * max(len(groups), 1) + group[order])[piece]
@@ -190,7 +191,8 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     steps *= itemsize[:, None]
     first = np.array([[source.data_ptr(), target.data_ptr()] for target, source in pairs], np.int64).T
     # Nothing is digested. The strides of the digest columns follow the source's, so that they never prevent a merge.
-    size, strides = _merge(extents, np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]]), itemsize)
+    strides = np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]])
+    size, strides = merge_dimensions(extents, strides, itemsize, _BYTES)
     fixed = np.zeros((count, 3), np.int64)
     table, _ = _expand(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
     return replace(CopyTable.of_table(table), keys=None)
@@ -215,19 +217,22 @@ def _group_of(row: Int64, groups: Sequence[tuple[int, int]]) -> Int64:
     return group
 
 
-def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int64]:
-    """Merge neighboring dimensions through which all four ``strides`` (source, target, index, byte) step evenly.
+def merge_dimensions(extents: Int64, strides: Int64, run: Int64 | int, steps: Sequence[int]) -> tuple[Int64, Int64]:
+    """Merge neighboring dimensions through which all ``strides``, ``int64[kinds, n, dims]``, step evenly.
 
-    ``strides`` is ``int64[4, n, dims]``. Returns extents ``int64[n, dims + 1]`` and strides ``int64[4, n, dims + 1]``. Column 0 is
-    the run of bytes, column 1 the longest other dimension, further columns are the rest.
+    The innermost is preceded by a dimension of ``run`` elements, which are ``steps`` apart (one for each kind).
+
+    Returns:
+        Extents ``int64[n, dims + 1]`` and strides ``int64[kinds, n, dims + 1]``. Column 0 begins with the run, column 1 is the
+        longest other dimension, further columns are the rest.
     """
     count, dims = extents.shape
     every = np.arange(count)
     level = np.zeros(count, np.int64)
     size = np.ones((count, dims + 1), np.int64)
-    merged = np.zeros((4, count, dims + 1), np.int64)
-    size[:, 0] = itemsizes
-    merged[:, :, 0] = np.array([[1], [1], [0], [1]])
+    merged = np.zeros((len(steps), count, dims + 1), np.int64)
+    size[:, 0] = run
+    merged[:, :, 0] = np.array(steps)[:, None]
     for dim in range(dims - 1, -1, -1):
         extent = extents[:, dim]
         even = np.all(strides[:, :, dim] == size[every, level] * merged[:, every, level], axis=0)

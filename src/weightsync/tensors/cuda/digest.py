@@ -6,7 +6,6 @@ The kernel's table has the layout's rows, cut into windows of runs by array oper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +18,7 @@ from weightsync.model.manifest import Manifest
 from weightsync.planning.geometry import spread
 from weightsync.tensors.copy_table import merge_dimensions
 from weightsync.tensors.cuda.device_copy_table import KernelTable
+from weightsync.tensors.cuda.waiting import on_device_of
 from weightsync.tensors.digest import PUBLIC, DigestConstants, positions
 
 BLOCK_BYTES = 4 * 4096
@@ -97,9 +97,6 @@ class DigestTable(KernelTable):
         return cls(columns, first, layout.nbytes(manifest))
 
 
-_NOTHING = nullcontext()
-
-
 @lru_cache(maxsize=16)
 def weights_on(constants: DigestConstants, device: torch.device) -> torch.Tensor:
     """The constants in the memory of ``device``, as kernels read them."""
@@ -113,7 +110,7 @@ def _warm(device: torch.device, quads: int, warps: int) -> None:
 
     scratch = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.tensor([[scratch.data_ptr()], [16], [1], [0], [0], [1], [16], [0]], dtype=torch.int64, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
+    with on_device_of(table):
         digest_kernel[(1,)](table, 1, 0, weights_on(PUBLIC, device), scratch, QUADS=quads, num_warps=warps)
 
 
@@ -164,7 +161,7 @@ class LayoutDigest:
         out = self._out[start:stop].zero_()
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
+            with on_device_of(self._table):
                 weights = weights_on(constants, self.device)
                 digest_kernel[(last - first,)](
                     self._table, self._items, first, weights, self._out, QUADS=self._quads, num_warps=self._warps

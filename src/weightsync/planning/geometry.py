@@ -19,8 +19,11 @@ _LANES = 2  # two independent 64-bit sums: with 128 bits, unequal geometries do 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(x: UInt64) -> UInt64:
-    """Apply splitmix64's finalizer in place: every input bit affects every output bit. Returns its argument."""
+def mix64(x: UInt64) -> UInt64:
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood) in place. Returns its argument.
+
+    Every input bit affects every output bit.
+    """
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -32,7 +35,7 @@ def _mix(x: UInt64) -> UInt64:
 def _keys(lane: int, count: int) -> UInt64:
     """Return ``count`` fixed odd multipliers, different for each lane."""
     seeds = (np.arange(count, dtype=np.uint64) + np.uint64(1 + 1009 * lane)) * np.uint64(_GOLDEN)
-    return _mix(seeds) | np.uint64(1)
+    return mix64(seeds) | np.uint64(1)
 
 
 def _signature(columns: Sequence[Int64 | UInt64], lane: int) -> UInt64:
@@ -41,7 +44,7 @@ def _signature(columns: Sequence[Int64 | UInt64], lane: int) -> UInt64:
     total = columns[0].astype(np.uint64, copy=False) * keys[0]
     for column, key in zip(columns[1:], keys[1:], strict=True):
         total += column.astype(np.uint64, copy=False) * key
-    return _mix(total)
+    return mix64(total)
 
 
 def ranges(first: Int64, count: Int64) -> Int64:
@@ -117,24 +120,15 @@ class ShardingIndex:
 
     def rows(self, tensors: Int64) -> Rows:
         """Rows of ``tensors``. Their geometry is the position in ``tensors``."""
-        groups, members, orders, starts, stops = [], [], [], [], []
+        none, empty = np.zeros(0, np.int64), np.zeros((0, self.manifest.dims), np.int64)
+        parts = [(none, none, none, empty, empty)]
         for index, (layout, first) in enumerate(zip(self.layouts, self.first, strict=True)):
             begin = first[tensors].astype(np.int64)
             count = first[tensors + 1] - begin
             rows = ranges(begin, count)
-            groups.append(np.repeat(np.arange(len(tensors)), count))
-            members.append(np.full(len(rows), index, np.int64))
-            orders.append(rows - np.repeat(begin, count))
-            starts.append(layout.starts[rows])
-            stops.append(layout.stops[rows])
-        none, empty = np.zeros(0, np.int64), np.zeros((0, self.manifest.dims), np.int64)
-        return Rows(
-            np.concatenate([none, *groups]),
-            np.concatenate([none, *members]),
-            np.concatenate([none, *orders]),
-            np.concatenate([empty, *starts]),
-            np.concatenate([empty, *stops]),
-        )
+            group, member = np.repeat(np.arange(len(tensors)), count), np.full(len(rows), index, np.int64)
+            parts.append((group, member, rows - np.repeat(begin, count), layout.starts[rows], layout.stops[rows]))
+        return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,30 +78,22 @@ def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Seque
 
     # Boxes with one holder, the usual case, are kind 0. The others are numbered by their set of holders.
     kinds: dict[bytes, int] = {}
-    members: list[Int64] = []
     kind = np.zeros(len(index), np.int64)
     for at in np.flatnonzero(np.diff(first) > 1).tolist():
-        holders = member[first[at] : first[at + 1]]
-        number = kinds.setdefault(holders.tobytes(), len(kinds) + 1)
-        if number > len(members):
-            members.append(holders)
-        kind[at] = number
+        kind[at] = kinds.setdefault(member[first[at] : first[at + 1]].tobytes(), len(kinds) + 1)
 
     hosts = list(dict.fromkeys(targets))
-    choice = np.full((len(members) + 1, len(hosts)), -1, np.int64)
+    choice = np.full((len(kinds) + 1, len(hosts)), -1, np.int64)
     candidates: list[Int64] = []
     pool: list[int] = []
     pools: dict[bytes, int] = {}
-    width: list[int] = []
-    for at, holders in enumerate(members, start=1):
+    for number, key in enumerate(kinds, start=1):
+        holders = np.frombuffer(key, np.int64)
         for where, target_host in enumerate(hosts):
             places = np.array(_nearest([sources[holder] for holder in holders.tolist()], target_host), np.int64)
-            pool_number = pools.setdefault(holders[places].tobytes(), len(pools))
-            if pool_number == len(width):
-                width.append(len(places))
-            choice[at, where] = len(candidates)
+            choice[number, where] = len(candidates)
             candidates.append(places)
-            pool.append(pool_number)
+            pool.append(pools.setdefault(holders[places].tobytes(), len(pools)))
     place = {host: where for where, host in enumerate(hosts)}
     return Choices(
         first,
@@ -112,7 +104,7 @@ def choices(index: BoxIndex, rows: Rows, sources: Sequence[Host], targets: Seque
         choice,
         tuple(candidates),
         np.array(pool, np.int64),
-        np.array(width, np.int64),
+        np.array([len(key) // 8 for key in pools], np.int64),  # a key is its members, int64
     )
 
 

@@ -33,46 +33,52 @@ def list_of(count, word, size):
 
 
 @raw.inlined
-def _load(address, index, word):
-    if word == 2:
-        return np.uint64(raw.load16(address, index))
-    if word == 4:
-        return np.uint64(raw.load32(address, index))
-    return np.uint64(raw.load8(address, index))
-
-
-@raw.inlined
-def _store(address, index, value, word):
-    if word == 2:
-        raw.store16(address, index, np.uint16(value))
-    elif word == 4:
-        raw.store32(address, index, np.uint32(value))
-    else:
-        raw.store8(address, index, np.uint8(value))
-
-
-@raw.inlined
 def _different(before, after, first, last, word, places, count):
     # Append the places of the words first <= i < last that differ.
     for i in range(first, last):
-        if _load(before, i, word) != _load(after, i, word):
+        if raw.load_word(before, i, word) != raw.load_word(after, i, word):
             raw.store16(places, count, np.uint16(i))
             count += 1
     return count
 
 
-@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
-def find_changes(sections: int, first: int, last: int, counts: int, payload: int, capacity: int, changed: int, stop: int) -> int:
+@raw.inlined
+def _write_list(to, room, places, count, before, after, size, word):
+    # List the changed words of a block, with their values after, in ``room`` units, and make the words before (0: none) equal to
+    # those. Returns the units of the list, -1 if there is no room. ``places`` is an array: one of which only the address is used
+    # would be freed.
+    whole, values, units = list_of(count, word, size)
+    if units > room:
+        return np.int64(-1)
+    raw.store32(to, units - 1, np.uint32(0))  # what fills the last unit up
+    if whole:
+        raw.copy_bytes(to, after, size)
+        if before != 0:
+            raw.copy_bytes(before, after, size)
+        return units
+    if values > 2 * count:
+        raw.store16(to, count, np.uint16(0))
+    raw.copy_bytes(to, places.ctypes.data, 2 * count)
+    for i in range(count):
+        place = np.int64(places[i])
+        value = raw.load_word(after, place, word)
+        raw.store_word(to + values, i, value, word)
+        if before != 0:
+            raw.store_word(before, place, value, word)
+    return units
+
+
+@raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64)")
+def find_changes(sections: int, last: int, counts: int, payload: int, capacity: int, changed: int, stop: int) -> int:
     """List the words that differ from those before, and make the words before equal to them.
 
     Args:
         sections: Address of the table of sections.
-        first: First section.
-        last: End of the sections.
-        counts: Address of a ``uint16`` for each block of these sections: how many of its words changed.
+        last: Number of sections.
+        counts: Address of a ``uint16`` for each block: how many of its words changed.
         payload: Address of the lists, see :mod:`weightsync.tensors.changes`.
         capacity: 4-byte units of ``payload``.
-        changed: Address of an ``int64`` for each of these sections: how many of its words changed.
+        changed: Address of an ``int64`` for each section: how many of its words changed.
         stop: Address of a byte. Once it is not zero, this returns early.
 
     Returns:
@@ -81,7 +87,7 @@ def find_changes(sections: int, first: int, last: int, counts: int, payload: int
     used, number = np.int64(0), np.int64(0)
     places = np.empty(CHANGE_BLOCK, np.uint16)
     at = places.ctypes.data
-    for section in range(first, last):
+    for section in range(last):
         row = sections + section * (8 * SECTION_COLUMNS)
         old, new, nbytes, word = raw.int64(row, 0), raw.int64(row, 1), raw.int64(row, 2), raw.int64(row, 3)
         total = np.int64(0)
@@ -106,25 +112,11 @@ def find_changes(sections: int, first: int, last: int, counts: int, payload: int
             total += count
             if count == 0:
                 continue
-            whole, values, units = list_of(count, word, size)
-            if used + units > capacity:
+            units = _write_list(payload + 4 * used, capacity - used, places, count, before, after, size, word)
+            if units < 0:
                 return -1
-            to = payload + 4 * used
             used += units
-            raw.store32(to, units - 1, np.uint32(0))  # what fills the last unit up
-            if whole:
-                raw.copy_bytes(to, after, size)
-                raw.copy_bytes(before, after, size)
-                continue
-            if values > 2 * count:
-                raw.store16(to, count, np.uint16(0))
-            raw.copy_bytes(to, at, 2 * count)
-            for i in range(count):
-                place = np.int64(places[i])
-                value = _load(after, place, word)
-                _store(to + values, i, value, word)
-                _store(before, place, value, word)
-        raw.put(changed, section - first, np.uint64(total))
+        raw.put(changed, section, np.uint64(total))
     return used
 
 
@@ -147,7 +139,7 @@ def unite_changes(sections: int, last: int, steps: int, number: int, counts: int
         As :func:`find_changes`.
     """
     used, block = np.int64(0), np.int64(0)
-    marks = np.zeros(CHANGE_BLOCK, np.uint8)
+    marks, places = np.zeros(CHANGE_BLOCK, np.uint8), np.empty(CHANGE_BLOCK, np.uint16)
     for section in range(last):
         row = sections + section * (8 * SECTION_COLUMNS)
         now, nbytes, word = raw.int64(row, 1), raw.int64(row, 2), raw.int64(row, 3)
@@ -163,30 +155,20 @@ def unite_changes(sections: int, last: int, steps: int, number: int, counts: int
                     continue
                 some = True
                 whole, _, _ = list_of(count, word, size)
-                places = raw.int64(of, 2) + 4 * raw.int64(raw.int64(of, 1), block)
+                listed = raw.int64(of, 2) + 4 * raw.int64(raw.int64(of, 1), block)
                 for i in range(words if whole else count):
-                    marks[i if whole else np.int64(raw.load16(places, i))] = 1
+                    marks[i if whole else np.int64(raw.load16(listed, i))] = 1
             total = np.int64(0)
             if some:
                 for i in range(words):
-                    total += marks[i]
-                whole, values, units = list_of(total, word, size)
-                if used + units > capacity:
+                    if marks[i] != 0:
+                        marks[i] = 0
+                        places[total] = i
+                        total += 1
+                units = _write_list(payload + 4 * used, capacity - used, places, total, np.int64(0), now + begin, size, word)
+                if units < 0:
                     return -1
-                to = payload + 4 * used
                 used += units
-                raw.store32(to, units - 1, np.uint32(0))
-                if whole:
-                    raw.copy_bytes(to, now + begin, size)
-                elif values > 2 * total:
-                    raw.store16(to, total, np.uint16(0))
-                at = np.int64(0)
-                for i in range(words):
-                    if marks[i] != 0 and not whole:
-                        raw.store16(to, at, np.uint16(i))
-                        _store(to + values, at, _load(now + begin, i, word), word)
-                        at += 1
-                    marks[i] = 0
             raw.store16(counts, block, np.uint16(total))
             block += 1
     return used
@@ -272,17 +254,17 @@ def apply_changes(
                     if not whole and index + _AHEAD < words:  # where that word is, if the target is contiguous, too
                         raw.prefetch(to + (np.int64(raw.load16(places, index + _AHEAD)) - place) * word)
                     if doing == 1:
-                        _store(to, 0, _load(values, index, word), word)
+                        raw.store_word(to, 0, raw.load_word(values, index, word), word)
                         continue
                     if doing == 2:
-                        _store(to, 0, _load(saved, index, word), word)
+                        raw.store_word(to, 0, raw.load_word(saved, index, word), word)
                         continue
-                    now = _load(to, 0, word)
+                    now = raw.load_word(to, 0, word)
                     if doing == 0:
-                        _store(saved, index, now, word)
-                        difference = _load(values, index, word) - now
+                        raw.store_word(saved, index, now, word)
+                        difference = raw.load_word(values, index, word) - now
                     else:
-                        difference = now - _load(saved, index, word)
+                        difference = now - raw.load_word(saved, index, word)
                     where = first_byte + run * byte_step + byte
                     key = (lead + run * lead_step) * blocks + (where >> 14)
                     if key != last_key:

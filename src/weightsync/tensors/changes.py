@@ -32,7 +32,7 @@ from weightsync.errors import Aborted, ProtocolError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
-from weightsync.tensors.copy_table import TILE_BYTES, CopyTable
+from weightsync.tensors.copy_table import TILE_BYTES, CopyTable, joined_tables
 from weightsync.tensors.digest import columns_address
 
 _NEAR = 256  # blocks between two that are read rather than skipped
@@ -155,18 +155,16 @@ def find(
         Aborted: ``stop[0]`` was set. What the words before are is then not known.
     """
     used = find_changes(
-        table.ctypes.data,
-        0,
-        len(table),
-        counts.ctypes.data,
-        payload.ctypes.data,
-        len(payload),
-        changed.ctypes.data,
-        stop.ctypes.data,
+        table.ctypes.data, len(table), counts.ctypes.data, payload.ctypes.data, len(payload), changed.ctypes.data, stop.ctypes.data
     )
+    return _units_used(used)
+
+
+def _units_used(used: int) -> int | None:
+    """The units that a kernel says it used; ``None`` if there was no room."""
     if used == -2:
         raise Aborted("looking for the changes of this version was stopped")
-    return int(used) if used >= 0 else None
+    return used if used >= 0 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,9 +198,7 @@ def unite(
         table.ctypes.data, len(table), chain.ctypes.data, len(chain), counts.ctypes.data, payload.ctypes.data, len(payload),
         stop.ctypes.data,
     )  # fmt: skip
-    if used == -2:
-        raise Aborted("looking for the changes of this version was stopped")
-    return int(used) if used >= 0 else None
+    return _units_used(used)
 
 
 def change_tiles(tables: Sequence[CopyTable], sections: Sections) -> Int64:
@@ -214,7 +210,7 @@ def change_tiles(tables: Sequence[CopyTable], sections: Sections) -> Int64:
     Raises:
         ProtocolError: A tile reads what is in no section, or part of a word.
     """
-    whole = np.concatenate([np.empty((0, 13), np.int64), *(table.table for table in tables)])
+    whole = joined_tables(tables)
     tiles = np.empty((len(whole), TILE_COLUMNS), np.int64)
     section = sections.containing(whole[:, 0], whole[:, 1])
     if np.any(section < 0) or np.any(sections.region[section] != whole[:, 0]):

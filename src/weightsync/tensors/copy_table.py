@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -27,6 +27,8 @@ TILE_BYTES = 1 << 20
 
 _MOST_TILES = 1 << 23  # a table of 830 MiB; a forged stride could request one copy for each element
 _KEYS = 7  # columns of a table before the keys
+BYTE_STEPS = (1, 1, 0, 1)
+"""Steps from byte to byte of a run: in the source, the target, the flattened leading index, and the last dimension."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,12 @@ class CopyTable:
     @classmethod
     def empty(cls) -> CopyTable:
         """Return no tiles."""
-        return cls.of_table(np.empty((0, _KEYS + 6), np.int64))
+        return cls.of_table(joined_tables(()))
+
+
+def joined_tables(tables: Iterable[CopyTable]) -> Int64:
+    """Return the tiles of ``tables``, one table after the other, as :attr:`CopyTable.table` has them."""
+    return np.concatenate([np.empty((0, _KEYS + 6), np.int64), *(tiles.table for tiles in tables)])
 
 
 def tiles_of(
@@ -150,9 +157,9 @@ def tiles_of(
     )
     group = _group_of(row, groups)
     order = np.lexsort((row, group, pieces.source))
-    size, strides = _merge((pieces.stops - pieces.starts)[order], strides[:, order], itemsizes[order])
+    size, strides = merge_dimensions((pieces.stops - pieces.starts)[order], strides[:, order], itemsizes[order], BYTE_STEPS)
     fixed = np.stack([pieces.source_region, row, blocks], axis=1)[order]
-    table, piece = _expand(size, strides, firsts[:, order], fixed)
+    table, piece = cut_runs(size, strides, firsts[:, order], fixed)
     keys = (pieces.source[order].astype(np.int64) * max(len(groups), 1) + group[order])[piece]
     edges = np.searchsorted(keys, np.arange(sources * max(len(groups), 1) + 1)).tolist()
     nothing = CopyTable.empty()
@@ -190,9 +197,10 @@ def tiles_between(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     steps *= itemsize[:, None]
     first = np.array([[source.data_ptr(), target.data_ptr()] for target, source in pairs], np.int64).T
     # Nothing is digested. The strides of the digest columns follow the source's, so that they never prevent a merge.
-    size, strides = _merge(extents, np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]]), itemsize)
+    strides = np.stack([steps[0], steps[1], np.zeros_like(steps[0]), steps[0]])
+    size, strides = merge_dimensions(extents, strides, itemsize, BYTE_STEPS)
     fixed = np.zeros((count, 3), np.int64)
-    table, _ = _expand(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
+    table, _ = cut_runs(size, strides, np.stack([first[0], first[1], np.zeros(count, np.int64), first[0]]), fixed)
     return replace(CopyTable.of_table(table), keys=None)
 
 
@@ -215,19 +223,22 @@ def _group_of(row: Int64, groups: Sequence[tuple[int, int]]) -> Int64:
     return group
 
 
-def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int64]:
-    """Merge neighboring dimensions through which all four ``strides`` (source, target, index, byte) step evenly.
+def merge_dimensions(extents: Int64, strides: Int64, run: Int64 | int, steps: Sequence[int]) -> tuple[Int64, Int64]:
+    """Merge neighboring dimensions through which all ``strides``, ``int64[kinds, n, dims]``, step evenly.
 
-    ``strides`` is ``int64[4, n, dims]``. Returns extents ``int64[n, dims + 1]`` and strides ``int64[4, n, dims + 1]``. Column 0 is
-    the run of bytes, column 1 the longest other dimension, further columns are the rest.
+    The innermost is preceded by a dimension of ``run`` elements, which are ``steps`` apart (one for each kind).
+
+    Returns:
+        Extents ``int64[n, dims + 1]`` and strides ``int64[kinds, n, dims + 1]``. Column 0 begins with the run, column 1 is the
+        longest other dimension, further columns are the rest.
     """
     count, dims = extents.shape
     every = np.arange(count)
     level = np.zeros(count, np.int64)
     size = np.ones((count, dims + 1), np.int64)
-    merged = np.zeros((4, count, dims + 1), np.int64)
-    size[:, 0] = itemsizes
-    merged[:, :, 0] = np.array([[1], [1], [0], [1]])
+    merged = np.zeros((len(steps), count, dims + 1), np.int64)
+    size[:, 0] = run
+    merged[:, :, 0] = np.array(steps)[:, None]
     for dim in range(dims - 1, -1, -1):
         extent = extents[:, dim]
         even = np.all(strides[:, :, dim] == size[every, level] * merged[:, every, level], axis=0)
@@ -245,15 +256,16 @@ def _merge(extents: Int64, strides: Int64, itemsizes: Int64) -> tuple[Int64, Int
     return size, merged
 
 
-def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[Int64, Int64]:
-    """Build the tile table ``int64[n, 13]`` of merged pieces, and the piece of each tile.
+def cut_runs(size: Int64, strides: Int64, firsts: Int64, fixed: Int64, limit: int = TILE_BYTES) -> tuple[Int64, Int64]:
+    """Build the tile table ``int64[n, 13]`` of merged pieces, in tiles of at most ``limit`` bytes, and the piece of each tile.
 
-    ``firsts`` is ``int64[4, pieces]``: the start of source, target, index and byte. ``fixed`` holds region, row and blocks.
+    ``size`` and ``strides`` are those of :func:`merge_dimensions`. ``firsts`` is ``int64[4, pieces]``: the start of source, target,
+    index and byte. ``fixed`` holds region, row and blocks.
     """
     run, rows = size[:, 0], size[:, 1]
-    rows_each = np.maximum(TILE_BYTES // run, 1)
+    rows_each = np.maximum(limit // run, 1)
     down = -(-rows // rows_each)
-    across = -(-run // TILE_BYTES)
+    across = -(-run // limit)
     counts = np.prod(size[:, 2:], axis=1) * down * across
     if float(counts.sum(dtype=np.float64)) > _MOST_TILES:
         raise PlanMismatch(
@@ -261,7 +273,7 @@ def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[I
             'use delivery="streamed", or contiguous shards at the trainer'
         )
     piece, rest = spread(counts)
-    first_byte = rest % across[piece] * TILE_BYTES
+    first_byte = rest % across[piece] * limit
     rest //= across[piece]
     first_row = rest % down[piece] * rows_each[piece]
     rest //= down[piece]
@@ -274,5 +286,5 @@ def _expand(size: Int64, strides: Int64, firsts: Int64, fixed: Int64) -> tuple[I
     table[:, [1, 3, 8, 10]] = begin.T
     table[:, [2, 4, 9, 11]] = strides[:, piece, 1].T
     table[:, 5] = np.minimum(rows_each[piece], rows[piece] - first_row)
-    table[:, 6] = np.minimum(TILE_BYTES, run[piece] - first_byte)
+    table[:, 6] = np.minimum(limit, run[piece] - first_byte)
     return table, piece

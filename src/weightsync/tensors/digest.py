@@ -26,20 +26,14 @@ import torch
 from weightsync.arrays import Int8, Int64, UInt32, UInt64
 from weightsync.errors import LayoutError
 from weightsync.model import Layout, Manifest
+from weightsync.model.layout import packed_strides
+from weightsync.planning.geometry import mix64
 from weightsync.tensors.kernels import BLOCK, LEAD, digest_table
 
 _NEVER = np.zeros(1, np.int8)
 
 
 _GOLDEN = (0x9E3779B97F4A7C15, 0)  # the seeds of R that make it splitmix64
-
-
-def _splitmix64(x: UInt64) -> UInt64:
-    """Mix 64 bits elementwise (Steele, Lea and Flood)."""
-    x = x + np.uint64(_GOLDEN[0])
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(_GOLDEN[1])
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class DigestConstants:
@@ -56,7 +50,7 @@ class DigestConstants:
             words = np.frombuffer(hashlib.shake_256(b"weightsync digest\0" + key).digest(4 * BLOCK + 16), "<u4").astype(np.uint32)
             words[:BLOCK] |= np.uint32(1)
         else:
-            mixed = _splitmix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63)) | np.uint64(1)
+            mixed = mix64(np.arange(BLOCK, dtype=np.uint64) + np.uint64(1 << 63) + np.uint64(_GOLDEN[0])) | np.uint64(1)
             words = np.concatenate([mixed.astype(np.uint32), np.array(_GOLDEN, np.uint64).view(np.uint32)])
         words.flags.writeable = False
         self.words: UInt32 = words
@@ -81,10 +75,7 @@ def positions(shapes: Int64, itemsizes: Int64) -> tuple[Int64, Int64, Int64]:
         dims]`` each); and the blocks of a tensor row, ``int64[n]``.
     """
     index = np.zeros_like(shapes)
-    if shapes.shape[1] > 1:
-        index[:, -2] = 1
-    for dim in range(shapes.shape[1] - 3, -1, -1):
-        index[:, dim] = index[:, dim + 1] * shapes[:, dim + 1]
+    index[:, :-1] = packed_strides(shapes[:, :-1], np.ones(len(shapes), np.int64))
     byte = np.zeros_like(shapes)
     byte[:, -1] = itemsizes
     return index, byte, -(-shapes[:, -1] * itemsizes // (4 * BLOCK))

@@ -245,6 +245,27 @@ _QUIET = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 @inlined
+def load_word(address, index, size):
+    """Element ``index`` of an array of words of ``size`` bytes: 1, 2 or 4."""
+    if size == 2:
+        return np.uint64(load16(address, index))
+    if size == 4:
+        return np.uint64(load32(address, index))
+    return np.uint64(load8(address, index))
+
+
+@inlined
+def store_word(address, index, value, size):
+    """The counterpart of :func:`load_word`."""
+    if size == 2:
+        store16(address, index, np.uint16(value))
+    elif size == 4:
+        store32(address, index, np.uint32(value))
+    else:
+        store8(address, index, np.uint8(value))
+
+
+@inlined
 def _late(until, status):
     _clock_gettime(np.int32(_MONOTONIC), status + 8)
     return int64(status, 1) * 1_000_000_000 + int64(status, 2) >= until

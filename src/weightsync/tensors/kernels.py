@@ -404,28 +404,17 @@ def _scattered(address, stride, itemsize, target, first, count, key, columns):
             value = np.uint64(0)
         column = np.uint64(raw.load32(columns, word & _MASK))
         place = address + i * stride
-        shift = np.uint64(8 * (byte & 3))
-        if itemsize == 2:
-            half = raw.load16(place, 0)
-            value += column * (np.uint64(half) << shift)
-            if target != 0:
-                raw.store16(target, i, half)
-        elif itemsize == 4:
-            whole = raw.load32(place, 0)
-            value += column * np.uint64(whole)
-            if target != 0:
-                raw.store32(target, i, whole)
-        elif itemsize == 1:
-            single = raw.load8(place, 0)
-            value += column * (np.uint64(single) << shift)
-            if target != 0:
-                raw.store8(target, i, single)
-        else:
+        if itemsize == 8:
             # Eight bytes are two words of one block: a block holds an even number of words.
             value += column * np.uint64(raw.load32(place, 0))
             value += np.uint64(raw.load32(columns, (word + 1) & _MASK)) * np.uint64(raw.load32(place, 1))
             if target != 0:
                 raw.store64(target, i, raw.load64(place, 0))
+        else:
+            element = raw.load_word(place, 0, itemsize)
+            value += column * (element << np.uint64(8 * (byte & 3)))
+            if target != 0:
+                raw.store_word(target, i, element, itemsize)
     if block >= 0:
         total += raw.factor(key + block, columns) * value
     return total

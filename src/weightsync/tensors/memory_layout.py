@@ -31,10 +31,9 @@ def layout_in_place(
         LayoutError: The dtype differs from the manifest's, or two elements may share bytes (an expanded tensor).
     """
     rows = ordered(manifest, shards)
-    regions: dict[int, int] = {}
-    sizes: list[int] = []
-    addresses: list[int] = []
-    region = np.zeros(len(rows), np.int32)
+    sizes: dict[int, int] = {}
+    """Bytes of each storage, by its address."""
+    bases: list[int] = []
     offset = np.zeros(len(rows), np.int64)
     for row, shard in enumerate(rows):
         spec = manifest[manifest.index[shard.name]]
@@ -42,19 +41,18 @@ def layout_in_place(
             raise LayoutError(f"{shard.name} is {dtype_name(shard.tensor.dtype)} in memory, but is published as {spec.dtype}")
         _check_apart(shard)
         storage = shard.tensor.untyped_storage()
-        base = storage.data_ptr()
-        region[row] = regions.setdefault(base, len(regions))
-        if len(sizes) < len(regions):
-            sizes.append(storage.nbytes())
-            addresses.append(base)
-        offset[row] = shard.tensor.data_ptr() - base
+        bases.append(storage.data_ptr())
+        sizes[bases[-1]] = storage.nbytes()
+        offset[row] = shard.tensor.data_ptr() - bases[-1]
+    numbers = {base: number for number, base in enumerate(sizes)}
+    region = np.array([numbers[base] for base in bases], np.int32)
     tensor, starts, stops, strides = _columns(manifest, rows)
-    layout = Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(sizes))
+    layout = Layout(manifest, tensor, starts, stops, region, offset, strides, tuple(sizes.values()))
     if block_bytes is not None:
         from weightsync.planning.split import split_rows
 
         layout = split_rows(manifest, layout, block_bytes)
-    return layout, tuple(addresses)
+    return layout, tuple(sizes)
 
 
 def packed_layout(manifest: Manifest, shards: Iterable[Shard]) -> Layout:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -387,36 +388,35 @@ class QuantizedShards:
         """Give each block that several shards share a slot, the same on every rank, and list the slots of this rank's shards."""
         known: dict[tuple[str, str, int], int] = {}
         grids: list[list[int]] = []
-        members = list[int]()
+        members, extents = list[int](), list[int]()
         for matrix in self._matrices:
             of_matrix = list[int]()
-            for level in range(len(matrix.levels)):
+            for level, extent in enumerate(matrix.levels):
                 fused = matrix.format.fuses and level == len(matrix.levels) - 1
                 name = _MEMBER.sub(_fused_name, matrix.spec.name) if fused else matrix.spec.name
                 of_matrix.append(known.setdefault((name, matrix.format.name, level), len(known)))
                 if of_matrix[-1] == len(members):
                     members.append(0)
+                    extents.append(extent[0] * extent[1])
                     self._names.append(matrix.spec.name)
                 members[of_matrix[-1]] += 1
             grids.append(of_matrix)
         shared = torch.tensor([count > 1 for count in members], dtype=torch.uint8)
-        sizes = np.zeros(len(members), np.int64)
-        for matrix, of_matrix in zip(self._matrices, grids, strict=True):
-            for grid, extent in zip(of_matrix, matrix.levels, strict=True):
-                sizes[grid] = extent[0] * extent[1]
         fused_grids = shared.numpy().astype(bool)
-        touched = [self._touched(source) for source in self._sources]
-        for source, of_source in zip(self._sources, touched, strict=True):
-            for grid, cells in zip(grids[source.matrix], of_source, strict=True):
-                shared[grid] |= int(cells.cut)
+        touched = [
+            (level, source, grid, cells)
+            for source in self._sources
+            for level, (grid, cells) in enumerate(zip(grids[source.matrix], self._touched(source), strict=True))
+        ]
+        for _, _, grid, cells in touched:
+            shared[grid] |= int(cells.cut)
         self._agree(shared, deadline)
-        sizes *= shared.numpy()
+        sizes = np.array(extents, np.int64) * shared.numpy()
         bases = np.cumsum(sizes) - sizes
         mask = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
-        for source, of_source in zip(self._sources, touched, strict=True):
-            for grid, cells in zip(grids[source.matrix], of_source, strict=True):
-                if sizes[grid]:
-                    mask[torch.from_numpy(bases[grid] + cells.numbers(all_of_them=bool(fused_grids[grid])))] = 1
+        for _, _, grid, cells in touched:
+            if sizes[grid]:
+                mask[torch.from_numpy(bases[grid] + cells.numbers(all_of_them=bool(fused_grids[grid])))] = 1
         self._agree(mask, deadline)
         chosen = mask.numpy().astype(bool)
         slots = np.cumsum(chosen) - 1
@@ -424,18 +424,14 @@ class QuantizedShards:
         self._slot_names = np.repeat(np.arange(len(sizes)), sizes)[chosen]
         positions, used = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         self._kept_size = 0
-        for level in range(2):  # so that those of a batch follow one another
-            for source, of_source in zip(self._sources, touched, strict=True):
-                if level >= len(of_source):
-                    continue
-                grid, cells = grids[source.matrix][level], of_source[level]
-                blocks = bases[grid] + cells.numbers(all_of_them=True) if sizes[grid] else np.zeros(0, np.int64)
-                exchanged = np.flatnonzero(chosen[blocks])
-                if len(exchanged):
-                    source.kept[level] = slice(self._kept_size, self._kept_size + blocks.size)
-                    positions.append(self._kept_size + exchanged)
-                    used.append(slots[blocks[exchanged]])
-                    self._kept_size += blocks.size
+        for level, source, grid, cells in sorted(touched, key=itemgetter(0)):  # so that those of a batch follow one another
+            blocks = bases[grid] + cells.numbers(all_of_them=True) if sizes[grid] else np.zeros(0, np.int64)
+            exchanged = np.flatnonzero(chosen[blocks])
+            if len(exchanged):
+                source.kept[level] = slice(self._kept_size, self._kept_size + blocks.size)
+                positions.append(self._kept_size + exchanged)
+                used.append(slots[blocks[exchanged]])
+                self._kept_size += blocks.size
         self._positions, self._used = torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(used))
 
     def _agree(self, tensor: torch.Tensor, deadline: Deadline) -> None:

@@ -15,7 +15,7 @@ from weightsync.model import Box, Manifest
 from weightsync.model.layout import padded_boxes
 from weightsync.planning.box_index import BoxIndex
 from weightsync.tensors.shards import Shard, torch_dtype
-from weightsync.tracing.affine_map import AffineMap, BoxMap, Irregular, boxes, compose, contiguous
+from weightsync.tracing.affine_map import AffineMap, Irregular, boxes, compose, contiguous
 from weightsync.tracing.recorder import Piece, Recorder, ValueReads, map_of
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -323,12 +323,10 @@ def _placed(copy: TracedCopy, shape: tuple[int, ...], memory: torch.Tensor) -> l
         first,
         tuple((extent, stride * size, step) for extent, stride, step in zip(extents, copy.strides, steps, strict=True)),
     )
-    placed: list[BoxMap] = []
     try:
-        for mapping in compose(
-            placement, map_of(memory).swapped(), size
-        ):  # from the checkpoint's positions to those in this memory
-            placed += boxes(mapping, shape, size, _MOST_BOXES)
+        # From the checkpoint's positions to those in this memory.
+        maps = compose(placement, map_of(memory).swapped(), size)
+        placed = [part for mapping in maps for part in boxes(mapping, shape, size, _MOST_BOXES)]
     except Irregular:
         raise LayoutError(f"parameter {copy.parameter} is strided in memory so that filling it takes too many boxes") from None
     return [

@@ -30,24 +30,20 @@ def _list_of(count, word, size):
 
 
 @triton.jit
+def _words(address, WORD: tl.constexpr):
+    """Pointers to words of ``WORD`` bytes."""
+    return address.to(tl.pointer_type(tl.uint8 if WORD == 1 else (tl.uint16 if WORD == 2 else tl.uint32)))
+
+
+@triton.jit
 def _store_words(address, value, mask, WORD: tl.constexpr):
-    if WORD == 1:
-        tl.store(address.to(tl.pointer_type(tl.uint8)), value.to(tl.uint8), mask=mask)
-    elif WORD == 2:
-        tl.store(address.to(tl.pointer_type(tl.uint16)), value.to(tl.uint16), mask=mask)
-    else:
-        tl.store(address.to(tl.pointer_type(tl.uint32)), value.to(tl.uint32), mask=mask)
+    pointers = _words(address, WORD)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_words(address, mask, WORD: tl.constexpr):
-    if WORD == 1:
-        value = tl.load(address.to(tl.pointer_type(tl.uint8)), mask=mask, other=0)
-    elif WORD == 2:
-        value = tl.load(address.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
-    else:
-        value = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
-    return value.to(tl.uint64)
+    return tl.load(_words(address, WORD), mask=mask, other=0).to(tl.uint64)
 
 
 @triton.jit

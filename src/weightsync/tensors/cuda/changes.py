@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import torch
 
@@ -14,7 +12,7 @@ from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, PlannedChanges, Sections, ends_of
 from weightsync.tensors.cuda.digest import weights_on
-from weightsync.tensors.cuda.waiting import wait_for_device
+from weightsync.tensors.cuda.waiting import on_device_of, wait_for_device
 from weightsync.tensors.digest import PUBLIC
 
 CHUNK_BLOCKS = 1 << 16
@@ -22,10 +20,6 @@ CHUNK_BLOCKS = 1 << 16
 _SLOT = 10240
 _QUADS = 1024  # 8 bytes each, of a block
 _MOST_ITEMS = 1 << 25
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _waited(device: torch.device, deadline: Deadline, what: str) -> None:
@@ -81,7 +75,7 @@ class ChangeFinder:
 
         start, end = int(self._sections.first[first]), int(self._sections.first[last])
         scratch, payload = self._scratch.data_ptr(), self._payload.data_ptr()
-        with _on(self._device):
+        with on_device_of(self._scratch):
             for begin in range(start, end, self._chunk):
                 stop = min(begin + self._chunk, end)
                 find_kernel[(stop - begin,)](
@@ -148,7 +142,7 @@ class DeviceChanges(Changes):
         from weightsync.tensors.cuda.change_kernels import units_kernel
 
         tables, sections = self._tables, self._planned.sections
-        with _on(tables.device):
+        with on_device_of(tables.tiles):
             units = torch.zeros(sections.blocks, dtype=torch.int32, device=tables.device)
             self._ends = torch.zeros(sections.blocks + 1, dtype=torch.int64, device=tables.device)
             if sections.blocks:
@@ -174,7 +168,7 @@ class DeviceChanges(Changes):
         """See :meth:`Changes.allocate`. Raises :class:`~weightsync.errors.ConfigurationError` if the device has no room."""
         device = self._tables.device
         try:
-            with _on(device):
+            with on_device_of(self._bad):
                 self._payload = torch.empty(max(self.units, 1), dtype=torch.int32, device=device)
                 self._kept = torch.empty(max(self.units, 1), dtype=torch.int32, device=device)
                 shift = self._offsets[:-1] - self._firsts if len(self._firsts) else np.zeros(1, np.int64)
@@ -197,7 +191,7 @@ class DeviceChanges(Changes):
     def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         """Launch ``steps`` one after the other, and wait for the last."""
         tables = self._tables
-        with _on(tables.device):
+        with on_device_of(tables.tiles):
             out = torch.zeros(tables.rows, dtype=torch.int64, device=tables.device)
             for step in steps:
                 if stop[0]:

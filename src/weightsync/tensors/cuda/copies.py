@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.device_copy_table import TILE_BYTES, DeviceCopyTable
+from weightsync.tensors.cuda.waiting import on_device_of
 
 LANES = 1024
 """16-byte lanes in one step of a program. Measured in docs/benchmarks/gpu-kernels.md."""
 
 WARPS = 16
 """Warps of a program."""
-
-_NOTHING = nullcontext()
 
 
 @lru_cache(maxsize=64)
@@ -28,7 +26,7 @@ def _warm(device: torch.device, lanes: int, warps: int) -> None:
     scratch = torch.zeros(32, dtype=torch.uint8, device=device)
     address = scratch.data_ptr()
     table = torch.tensor([[address], [address + 16], [0], [1 << 32 | 16]], dtype=torch.int64, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
+    with on_device_of(table):
         copy_kernel[(1,)](table, 1, 0, LANES=lanes, num_warps=warps)
 
 
@@ -79,7 +77,7 @@ class TileCopy:
         stop = len(self._first) - 1 if stop is None else stop
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
+            with on_device_of(self._table):
                 if self._programs:
                     few = (min(self._programs, last - first),)
                     copy_few_kernel[few](self._table, self._tiles, first, last, LANES=self._lanes, num_warps=self._warps)

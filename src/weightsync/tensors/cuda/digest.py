@@ -6,8 +6,6 @@ The kernel's table has the layout's rows, cut into windows of runs by array oper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,8 +16,10 @@ from weightsync.errors import LayoutError
 from weightsync.model.layout import Layout
 from weightsync.model.manifest import Manifest
 from weightsync.planning.geometry import spread
+from weightsync.tensors.copy_table import merge_dimensions
 from weightsync.tensors.cuda.device_copy_table import KernelTable
-from weightsync.tensors.digest import PUBLIC, DigestConstants
+from weightsync.tensors.cuda.waiting import on_device_of
+from weightsync.tensors.digest import PUBLIC, DigestConstants, positions
 
 BLOCK_BYTES = 4 * 4096
 """Bytes of a tensor's last dimension that share one factor R (4096 words)."""
@@ -29,44 +29,6 @@ QUADS = 256
 
 STEPS = 32
 """Steps of a program. An item has at most ``STEPS * QUADS * 16`` bytes (128 KiB)."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """Leading dimensions of every layout row, merged where both the memory and the global position continue evenly.
-
-    ``extents``, ``strides`` (bytes) and ``steps`` (global leading index) are ``int64[rows, groups]``. Group 0 is the longest.
-    """
-
-    extents: Int64
-    strides: Int64
-    steps: Int64
-
-    @classmethod
-    def of(cls, layout: Layout, shapes: Int64) -> _Runs:
-        rows, dims = len(layout), layout.starts.shape[1]
-        groups = max(1, dims - 1)
-        extents = np.ones((rows, groups), np.int64)
-        strides = np.zeros((rows, groups), np.int64)
-        steps = np.zeros((rows, groups), np.int64)
-        every, now = np.arange(rows), np.zeros(rows, np.int64)
-        step = np.ones(rows, np.int64)
-        for dim in range(dims - 2, -1, -1):
-            extent, stride = layout.stops[:, dim] - layout.starts[:, dim], layout.strides[:, dim]
-            held = extents[every, now]
-            joins = (held > 1) & (stride == held * strides[every, now]) & (step == held * steps[every, now])
-            now += (extent > 1) & (held > 1) & ~joins
-            fresh = (extent > 1) & ~joins & (extents[every, now] == 1)
-            extents[every[fresh], now[fresh]] = extent[fresh]
-            strides[every[fresh], now[fresh]] = stride[fresh]
-            steps[every[fresh], now[fresh]] = step[fresh]
-            grown = (extent > 1) & joins
-            extents[every[grown], now[grown]] *= extent[grown]
-            step = step * shapes[:, dim]
-        longest = np.argmax(extents, axis=1)
-        for column in (extents, strides, steps):
-            column[every, 0], column[every, longest] = column[every, longest].copy(), column[every, 0].copy()
-        return cls(extents, strides, steps)
 
 
 class DigestTable(KernelTable):
@@ -85,25 +47,25 @@ class DigestTable(KernelTable):
             raise LayoutError(f"{len(bases)} addresses for a layout of {len(layout.regions)} memory regions")
         window = 16 * quads
         shapes, sizes = manifest.shapes[layout.tensor], manifest.itemsizes[layout.tensor]
-        runs = _Runs.of(layout, shapes)
-        width = shapes[:, -1] * sizes
-        blocks = -(-width // BLOCK_BYTES)
+        index_strides, _, blocks = positions(shapes, sizes)
+        outer = layout.stops - layout.starts
+        outer[:, -1] = 1
+        # Leading dimensions, merged where memory and global position both continue evenly. Nothing continues steps of -1.
+        extents, (strides, steps_each) = merge_dimensions(outer, np.stack([layout.strides, index_strides]), 1, (-1, -1))
         start, stop = layout.starts[:, -1] * sizes, layout.stops[:, -1] * sizes
         element = np.where(stop - start == sizes, sizes, layout.strides[:, -1])
         # Keys are modulo 2^64, so int64 may wrap around.
-        leading = np.zeros(len(layout), np.int64)
-        for dim in range(shapes.shape[1] - 1):
-            leading = leading * shapes[:, dim] + layout.starts[:, dim]
+        leading = (layout.starts * index_strides).sum(axis=1)
         address = np.array([*bases, 0], np.int64)[layout.region] + layout.offset
 
         # Dimensions that could not be merged: one entry for each index.
-        row, part = spread(np.prod(runs.extents[:, 1:], axis=1, dtype=np.int64))
+        row, part = spread(np.prod(extents[:, 2:], axis=1))
         address, leading = address[row], leading[row]
-        for group in range(1, runs.extents.shape[1]):
-            index = part % runs.extents[row, group]
-            part //= runs.extents[row, group]
-            address = address + index * runs.strides[row, group]
-            leading = leading + index * runs.steps[row, group]
+        for group in range(2, extents.shape[1]):
+            index = part % extents[row, group]
+            part //= extents[row, group]
+            address = address + index * strides[row, group]
+            leading = leading + index * steps_each[row, group]
 
         # Windows of the last dimension, cut at multiples of the window.
         source, part = spread((stop[row] - 1) // window - start[row] // window + 1)
@@ -113,18 +75,18 @@ class DigestTable(KernelTable):
         low, high = np.maximum(start[row] - begin, 0), np.minimum(stop[row] - begin, window)
         address = address + (begin - start[row]) // sizes[row] * element[row]
         key = leading * blocks[row] + begin // BLOCK_BYTES
-        key_step = runs.steps[row, 0] * blocks[row]
-        stride = runs.strides[row, 0]
+        key_step = steps_each[row, 1] * blocks[row]
+        stride = strides[row, 1]
 
         # As many runs as fit the steps of a program.
         lanes = -(-high // 16) - low // 16
         most = quads // lanes * steps
-        source, part = spread(-(-runs.extents[row, 0] // most))
+        source, part = spread(-(-extents[row, 1] // most))
         before = part * most[source]
         row, begin, low, high = row[source], begin[source], low[source], high[source]
         key, key_step, stride = key[source] + before * key_step[source], key_step[source], stride[source]
         address = address[source] + before * stride
-        count = np.minimum(most[source], runs.extents[row, 0] - before)
+        count = np.minimum(most[source], extents[row, 1] - before)
 
         element = element[row]
         odd = address | np.where(count > 1, stride, 0) | np.where(element == sizes[row], 0, 1)
@@ -133,9 +95,6 @@ class DigestTable(KernelTable):
         columns = np.stack([address, stride, element, key, key_step, row << 32 | count, low << 32 | high, kind])
         first = np.searchsorted(row, np.arange(len(layout) + 1)).astype(np.int64)
         return cls(columns, first, layout.nbytes(manifest))
-
-
-_NOTHING = nullcontext()
 
 
 @lru_cache(maxsize=16)
@@ -151,7 +110,7 @@ def _warm(device: torch.device, quads: int, warps: int) -> None:
 
     scratch = torch.zeros(2, dtype=torch.int64, device=device)
     table = torch.tensor([[scratch.data_ptr()], [16], [1], [0], [0], [1], [16], [0]], dtype=torch.int64, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
+    with on_device_of(table):
         digest_kernel[(1,)](table, 1, 0, weights_on(PUBLIC, device), scratch, QUADS=quads, num_warps=warps)
 
 
@@ -202,7 +161,7 @@ class LayoutDigest:
         out = self._out[start:stop].zero_()
         first, last = int(self._first[start]), int(self._first[stop])
         if last > first:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else _NOTHING:
+            with on_device_of(self._table):
                 weights = weights_on(constants, self.device)
                 digest_kernel[(last - first,)](
                     self._table, self._items, first, weights, self._out, QUADS=self._quads, num_warps=self._warps

@@ -188,12 +188,7 @@ def _copy_runs(source, target, source_stride, target_stride, runs, run_bytes, UN
             store = tl.max_contiguous(tl.multiple_of(store, (16, 16)), (1, 4))
             tl.store(store, tl.load(load, mask=wanted[:, None]), mask=wanted[:, None])
         else:
-            if UNIT == 4:
-                kind: tl.constexpr = tl.int32
-            elif UNIT == 2:
-                kind: tl.constexpr = tl.int16
-            else:
-                kind: tl.constexpr = tl.int8
+            kind: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
             tl.store(writes.to(tl.pointer_type(kind)), tl.load(reads.to(tl.pointer_type(kind)), mask=wanted), mask=wanted)
 
 

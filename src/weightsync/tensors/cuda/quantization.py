@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from weightsync.tensors.cuda.waiting import on_device_of
 from weightsync.tensors.formats import Format
 
 if TYPE_CHECKING:
@@ -97,11 +97,8 @@ class DeviceBatch:
     def _launch(self, rule: str, maxima: torch.Tensor, wholes: torch.Tensor, bad: torch.Tensor, *, given: bool) -> None:
         from weightsync.tensors.cuda.quantize_kernels import quantize_kernel
 
-        with self._on():
+        with on_device_of(self._table):
             quantize_kernel[(len(self._owners),)](
                 self._table, self._owners, maxima, wholes, bad, *self._dtypes, self._aligned, *self._block, *self._tile, given,
                 rule, self._format.packed, self._format.inverse, self._native, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-
-    def _on(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

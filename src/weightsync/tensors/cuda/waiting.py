@@ -1,14 +1,20 @@
-"""Bounded waits for a CUDA device."""
+"""Bounded waits for a CUDA device, and the choice of the current one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
 from weightsync.errors import TransportError
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the CUDA device of ``tensor`` the current one; nothing for host memory, where Triton's interpreter runs kernels."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def wait_for_event(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:

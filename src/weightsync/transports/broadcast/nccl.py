@@ -28,7 +28,7 @@ from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
-from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.copy_table import CopyTable, joined_tables
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_until_idle
 from weightsync.transports.broadcast.process_groups import Enqueue, ProcessGroup, init_custom_process_group
@@ -307,7 +307,9 @@ class _DeviceReceiving(ReceivingWire):
             return
         frames = broadcast_frames(*tiles_and_bytes(groups), buffer_bytes)
         self._packed = None  # two would not fit
-        self._packed = PackedBroadcast(_together(groups), frames, self._device, buffer_bytes, self._settings.num_buffers)
+        self._packed = PackedBroadcast(
+            CopyTable.of_table(joined_tables(groups)), frames, self._device, buffer_bytes, self._settings.num_buffers
+        )
         self._frames_of = frames_of_groups(frames, len(groups))
         self._groups, self._buffer_bytes = groups, buffer_bytes
 
@@ -352,11 +354,3 @@ class _DeviceReceipt(Receipt):
 
     def ended(self, seconds: float) -> bool:
         return True
-
-
-def _together(groups: Sequence[CopyTable]) -> CopyTable:
-    """All groups' tiles, without keys."""
-    names = ("region", "source", "source_stride", "target", "target_stride", "rows", "row_bytes")
-    if not groups:
-        return CopyTable.empty()
-    return CopyTable(*(np.concatenate([getattr(tiles, name) for tiles in groups]) for name in names))

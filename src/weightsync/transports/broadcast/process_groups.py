@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from weightsync import forks
+from weightsync.closing import OnFailure
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, TransportUnavailable, WeightSyncError
 from weightsync.tensors.cuda.waiting import wait_for_device
 
 Backend = Literal["gloo", "nccl"]
@@ -182,13 +184,13 @@ def init_custom_process_group(
     device: torch.device | None = None,
     interface: str = "",
     priority: bool = False,
-    joining: Future[ProcessGroup] | None = None,
+    joining: Future[None] | None = None,
 ) -> ProcessGroup:
     """Join group ``name`` as ``rank`` of ``world_size``; returns when all ranks have (gloo) or can (NCCL connects when first used).
 
     Rank 0 gives its ``rendezvous``, the others its ``address`` and ``port``. ``device`` is the GPU that an NCCL rank uses,
     with ``priority`` ahead of other work of this process there. ``interface`` is the address of this host where gloo is to listen;
-    without, torch's choice. A rank that gives ``joining`` stops waiting when another thread cancels it, and fails at once if
+    without, torch's choice. A rank that gives ``joining`` stops waiting when another thread completes it, and fails at once if
     nothing listens at the address; without, it waits for a rendezvous that has not begun.
     Raises :class:`~weightsync.errors.TransportUnavailable` for a backend that is not there,
     :class:`~weightsync.errors.ConfigurationError` for an impossible rank, :class:`~weightsync.errors.DeadlineExceeded`,
@@ -236,47 +238,34 @@ def init_custom_process_group(
         return ProcessGroup(name, backend, rank, world_size, made, (store, rendezvous))
 
     # Rank 0 waits at its own store, whose close ends the wait. The others wait for somebody else's.
-    return meet() if rendezvous is not None else _in_time(meet, joining or Future(), deadline, f"{what} at {address}:{port}")
+    return meet() if rendezvous is not None else _in_time(meet, joining, deadline, f"{what} at {address}:{port}")
 
 
 _joining = threading.Semaphore(_MOST_JOINING)
 
 
-def _in_time(meet: Callable[[], ProcessGroup], made: Future[ProcessGroup], deadline: Deadline, what: str) -> ProcessGroup:
-    """Run ``meet`` in a thread and wait for it until ``deadline``, or until ``made`` is cancelled.
+def _in_time(meet: Callable[[], ProcessGroup], given_up: Future[None] | None, deadline: Deadline, what: str) -> ProcessGroup:
+    """Run ``meet`` in a thread and wait for it until ``deadline``, or until ``given_up`` is done.
 
     A store's client tries again while no store listens, but goes on after its timeout, and waits for ever for the first answer of a
     listener that is no store. A thread that is late is left behind and closes what it makes; there are never many of them.
     """
     if not _joining.acquire(blocking=False):
         raise TransportUnavailable(f"{_MOST_JOINING} earlier attempts to join a group still wait for an answer; try again later")
-
-    def run() -> None:
-        try:
-            group = meet()
-        except Exception as error:  # noqa: BLE001 - raised by who waits
-            if made.set_running_or_notify_cancel():
-                made.set_exception(error)
-        else:
-            if made.set_running_or_notify_cancel():
-                made.set_result(group)
-            else:
-                group.close()
-        finally:
-            _joining.release()
-
-    thread = threading.Thread(target=run, name="weightsync-join", daemon=True)
-    thread.start()
+    attempt = in_daemon_thread(meet, "weightsync-join")
+    attempt.add_done_callback(lambda _: _joining.release())
     try:
-        group = made.result(deadline.remaining(what))
-        thread.join(_ABORT_SECONDS)  # it has nothing more to do
-        return group
-    except CancelledError:
+        with OnFailure(attempt.add_done_callback, _close_late):
+            return deadline.result(attempt, what, given_up)
+    except Aborted:
         raise PeerLost(f"{what} was given up") from None
-    except TimeoutError:  # of the wait, or the attempt's own
-        if made.cancel():
-            raise DeadlineExceeded(f"{what} did not finish within {deadline.seconds:g} s") from None
-        return made.result(_ABORT_SECONDS)  # it came in this very moment
+    finally:
+        del attempt  # its error's traceback refers to this frame
+
+
+def _close_late(attempt: Future[ProcessGroup]) -> None:
+    if attempt.exception() is None:
+        attempt.result().close()
 
 
 def _one_by_one(tensors: Sequence[torch.Tensor]) -> Callable[[Enqueue], None]:

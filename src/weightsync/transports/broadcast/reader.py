@@ -142,7 +142,7 @@ class _PeerWatch:
     """
 
     def __init__(self, channel: Channel, deadline: Deadline) -> None:
-        self.joining: Future[ProcessGroup] = Future()
+        self.joining: Future[None] = Future()
         self._channel, self._deadline = channel, deadline
         self._receiving: tuple[ProcessGroup, Receipt] | None = None
         self._lock, self._failed = threading.Lock(), False
@@ -157,7 +157,7 @@ class _PeerWatch:
             pass  # whoever receives finds out the same
         with self._lock:
             self._failed = True
-        self.joining.cancel()
+        self.joining.set_result(None)
         self._end()
 
     def covers(self, group: ProcessGroup, receipt: Receipt) -> None:

@@ -41,6 +41,11 @@ class Allocation:
     exportable: bool
     """Whether a handle can be made: false for expandable segments and memory pools, which are mapped in another way."""
 
+    @property
+    def end(self) -> int:
+        """Address of the first byte behind it."""
+        return self.base + self.nbytes
+
 
 @lru_cache(maxsize=1)
 def _driver() -> ctypes.CDLL:

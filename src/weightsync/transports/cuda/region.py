@@ -158,20 +158,15 @@ class CudaRegion:
             return self._exported
         held: list[Allocation] = []
         number = np.zeros(len(addresses), np.int64)
-        known: dict[int, int] = {}
-        spans: list[tuple[int, int]] = []
         for index in np.argsort(np.array(addresses, np.int64), kind="stable").tolist():
             address, size = addresses[index], self.sizes[index]
-            if not spans or not spans[-1][0] <= address < spans[-1][1]:
-                allocation = allocation_of(address, self.device)
-                if not allocation.exportable:
-                    export_handle(allocation)  # raises: an expandable segment may end in the middle of a region
-                spans.append((allocation.base, allocation.base + allocation.nbytes))
-                known[allocation.base] = len(held)
-                held.append(allocation)
-            if address + size > spans[-1][1]:
+            if not held or address >= held[-1].end:
+                held.append(allocation_of(address, self.device))
+                if not held[-1].exportable:
+                    export_handle(held[-1])  # raises: an expandable segment may end in the middle of a region
+            if address + size > held[-1].end:
                 raise LayoutError(f"a region of {size:,} bytes at {address:#x} reaches past its allocation")
-            number[index] = known[spans[-1][0]]
+            number[index] = len(held) - 1
         found = (tuple(held), addresses)
         if self._exported is not None and found == self._found:
             return self._exported

@@ -15,7 +15,7 @@ from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, AuthenticationError, PeerLost, ProtocolError, TransportError, WeightSyncError
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.copy_table import CopyTable, joined_tables
 from weightsync.transports.base import BlockingReader
 from weightsync.transports.net.channel import Channel
 from weightsync.transports.net.frames import FRAME_BYTES, cut_tiles
@@ -144,12 +144,9 @@ class ConnectedReader(BlockingReader):
         cut = [cut_tiles(tiles, self._largest_tile) for tiles in groups]
         if len(cut) > MAX_GROUPS or sum(map(len, cut)) > MAX_TILES:
             raise ProtocolError(f"more than {MAX_GROUPS} groups or {MAX_TILES} tiles for one source: split the plan")
-        columns = [
-            np.concatenate([np.asarray(getattr(tiles, name), "<i8") for tiles in cut] or [np.empty(0, "<i8")])
-            for name in ("region", "source", "source_stride", "rows", "row_bytes")
-        ]
+        wanted = joined_tables(cut)[:, [0, 1, 2, 5, 6]]  # region, source, source stride, rows, row bytes
         counts = np.array([len(tiles) for tiles in cut], "<i8")
-        want = RegisterTiles(layout_digest, counts.tobytes(), np.stack(columns, axis=1).astype("<i8").tobytes())
+        want = RegisterTiles(layout_digest, counts.tobytes(), wanted.astype("<i8").tobytes())
         self._send_request(self._connected(deadline), want, deadline)
         self._want, self._groups = want, cut
 

@@ -95,25 +95,22 @@ class Opening(_Keys):
         """
         cipher, nonce = self.due()
         nbytes, content = _LENGTH.unpack(lengths)
-        if content < nbytes:
-            opened = memoryview(bytearray(content))
-            self._decrypt(cipher, nonce, lengths, sealed, opened)
-            plain = self._room(nbytes) if into is None else into  # the peer that has the key says so
-            unpacked(opened, plain)
-        else:
-            plain = self._room(nbytes) if into is None else into  # grows with what was received, not with what was announced
-            self._decrypt(cipher, nonce, lengths, sealed, plain)
+        compressed = content < nbytes
+        # Memory grows with what was received, not with what was announced, before the peer has shown that it has the key.
+        opened = memoryview(bytearray(content)) if compressed else self._room(nbytes, into)
+        try:
+            cipher.decrypt_into(nonce, sealed, lengths, opened)
+        except InvalidTag:
+            raise AuthenticationError(f"a record is not the one that {self._peer} sent: the connection was altered") from None
+        if not compressed:
+            return opened
+        plain = self._room(nbytes, into)
+        unpacked(opened, plain)
         return plain
 
-    def _room(self, nbytes: int) -> memoryview:
+    def _room(self, nbytes: int, into: memoryview | None) -> memoryview:
+        if into is not None:
+            return into
         if len(self._plain) < nbytes:
             self._plain = bytearray(nbytes)
         return memoryview(self._plain)[:nbytes]
-
-    def _decrypt(
-        self, cipher: AESGCM, nonce: bytes, lengths: bytes | bytearray | memoryview, sealed: memoryview, into: memoryview
-    ) -> None:
-        try:
-            cipher.decrypt_into(nonce, sealed, lengths, into)
-        except InvalidTag:
-            raise AuthenticationError(f"a record is not the one that {self._peer} sent: the connection was altered") from None

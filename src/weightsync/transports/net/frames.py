@@ -13,9 +13,8 @@ import numpy as np
 
 from weightsync.arrays import Int64
 from weightsync.errors import ConfigurationError, ProtocolError, StaleSource
-from weightsync.planning.geometry import spread
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.copy_table import BYTE_STEPS, CopyTable, cut_runs
 from weightsync.transports.net.messages import MAX_GROUPS, MAX_TILES, RegisterTiles
 
 FRAME_BYTES = 16 << 20
@@ -24,10 +23,6 @@ MAX_FRAME_BYTES = 2 * FRAME_BYTES
 
 HEADER_ROOM = 64
 """Bytes of a frame's header in a table of headers."""
-
-_LEAD = 8
-_STEPS = ((1, 2), (3, 4), (_LEAD, 9), (10, 11))
-"""Columns of a tile table in which a run begins, each with its step from run to run: source, target, and the digest's position."""
 
 
 def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
@@ -41,27 +36,10 @@ def cut_tiles(tiles: CopyTable, limit: int = FRAME_BYTES) -> CopyTable:
     if float((tiles.rows.astype(np.float64) * tiles.row_bytes / (limit / 2) + 1).sum()) > MAX_TILES:
         raise ProtocolError(f"a copy table of more than {MAX_TILES} tiles of {limit} bytes")
     table = tiles.table
-    # Runs that are too wide: one tile for each piece of each run.
-    parts = np.where(table[:, 6] > limit, table[:, 5] * -(-table[:, 6] // limit), 1)
-    piece, nth = spread(parts)
-    table = table[piece]  # a copy
-    wide = table[:, 6] > limit
-    per_run = -(-table[:, 6] // limit)
-    run, column = nth // per_run, nth % per_run * limit
-    for start, stride in _STEPS:
-        along = 0 if start == _LEAD else column
-        table[:, start] += np.where(wide, run * table[:, stride] + along, 0)
-    table[:, 5] = np.where(wide, 1, table[:, 5])
-    table[:, 6] = np.where(wide, np.minimum(table[:, 6] - column, limit), table[:, 6])
-    # Tiles of too many runs: as many runs as fit.
-    fit = limit // table[:, 6]
-    piece, nth = spread(-(-table[:, 5] // fit))
-    table, first = table[piece], nth * fit[piece]
-    for start, stride in _STEPS:
-        table[:, start] += first * table[:, stride]
-    table[:, 5] = np.minimum(table[:, 5] - first, fit[piece])
-    cut = CopyTable.of_table(table)
-    return cut if tiles.keys is not None else replace(cut, keys=None)
+    across = table[:, [2, 4, 9, 11]].T
+    strides = np.stack([np.broadcast_to(np.array(BYTE_STEPS)[:, None], across.shape), across], axis=2)
+    cut, _ = cut_runs(table[:, [6, 5]], strides, table[:, [1, 3, 8, 10]].T, table[:, [0, 7, 12]], limit)
+    return CopyTable.of_table(cut) if tiles.keys is not None else replace(CopyTable.of_table(cut), keys=None)
 
 
 def wanted_tiles(want: RegisterTiles, layout_digest: str, regions: Sequence[int], largest: int) -> tuple[CopyTable, Int64]:

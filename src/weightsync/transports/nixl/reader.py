@@ -17,7 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import PeerLost, ProtocolError
 from weightsync.protocol.messages import Memory
 from weightsync.tensors.copies import check_tiles
-from weightsync.tensors.copy_table import CopyTable
+from weightsync.tensors.copy_table import CopyTable, joined_tables
 from weightsync.transports.base import Completion, Deferred
 from weightsync.transports.cuda.driver import allocation_of, device_at
 from weightsync.transports.cuda.region import export_count
@@ -251,7 +251,7 @@ class NixlReader(ConnectedReader, HeaderReader):
             source = np.stack([self._regions[pieces[:, 0], 0] + pieces[:, 1], pieces[:, 3]], axis=1)
             plan.groups.append(self._transfer(pieces[:, 2:], source, described) if len(pieces) else None)
         counts = np.array([len(tiles) for tiles in self._groups], np.int64)
-        packed = CopyTable.of_table(np.concatenate([CopyTable.empty().table, *(tiles.table for tiles in self._groups)]))
+        packed = CopyTable.of_table(joined_tables(self._groups))
         frames = Frames.of(packed, counts, described.buffer_bytes)
         plan.first_frame = np.searchsorted(frames.table[:, 0], np.arange(len(self._groups) + 1)).tolist()
         if not len(frames):
@@ -313,7 +313,7 @@ class NixlReader(ConnectedReader, HeaderReader):
         for address in start.tolist():  # neighbours may be of two allocations
             if address >= until:
                 allocation = allocation_of(address, self._on)
-                held[allocation.base], until = allocation.nbytes, allocation.base + allocation.nbytes
+                held[allocation.base], until = allocation.nbytes, allocation.end
         return np.array(list(held.items()), np.int64)
 
     def _least_run(self, described: MemoryDescription, deadline: Deadline) -> int:

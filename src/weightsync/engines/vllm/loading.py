@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError, few
 
 _REQUANTIZED = 1 << 25  # elements at a time; vLLM takes about 20 bytes for each
 _E4M3_224, _E4M3_448 = 0x76, 0x7E
+
+ModelConfig: TypeAlias = Any
+"""``vllm.config.ModelConfig``. Its ``quantization`` is ``None`` if the model is not quantized."""
 
 
 def install(
@@ -78,11 +80,11 @@ def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Ite
         log.setLevel(level)
 
 
-def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
+def load_in_sessions(worker: Any, *, draft: bool) -> None:  # noqa: ANN401 - vLLM's
     """Let ``worker`` load its staged weights in a session, and those of its draft model in a session before it.
 
     The draft model comes first, so that shared layers (such as an embedding that was equal at the start) end with the main
-    model's weights. A session that was left open is closed first.
+    model's weights. A session that was left open is closed first. If ``update_weights`` fails, its session has ended.
 
     Args:
         worker: The worker.

@@ -11,13 +11,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +25,7 @@ from weightsync.engines.vllm.awaiting import coordinator_answers
 from weightsync.engines.vllm.controls import DROP_LORA, INSTALL
 from weightsync.engines.vllm.served_loras import follow_models, served_loras
 from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label, uses_backend
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import Aborted, ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
@@ -105,40 +104,27 @@ class _BusyGuard:
 
 
 def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
-    made, taken = kind.__init__, kind.add_request
-
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def init(made: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
         if uses_backend(self.vllm_config):
             setattr(self, _OWN, _BusyGuard(self))
 
-    @functools.wraps(taken)
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def ending(work: Any, self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         guard = getattr(self, _OWN, None)
-        if guard is not None:
-            guard.begin()
-        return taken(self, *args, **kwargs)
+        try:
+            if guard is not None and work.__name__ == "add_request":
+                guard.begin()
+            return work(self, *args, **kwargs)
+        finally:
+            if guard is not None and not self.has_unfinished_requests():
+                guard.end()
 
-    def ending(work: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(work)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-            try:
-                return work(self, *args, **kwargs)
-            finally:
-                guard = getattr(self, _OWN, None)
-                if guard is not None and not self.has_unfinished_requests():
-                    guard.end()
-
-        return wrapped
-
-    kind.__init__, kind.add_request = init, ending(add_request)
-    kind.step, kind.abort_request = ending(kind.step), ending(kind.abort_request)
+    wrap_once(kind, "__init__", init)
+    for name in ("add_request", "step", "abort_request"):
+        wrap_once(kind, name, ending)
 
 
 def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
-    made = kind.__init__
-
     async def join(reference: weakref.ref[Any]) -> None:
         try:
             await coordinator_answers()
@@ -155,8 +141,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
             return
         _log.info("weightsync: joined %s as %s", variable("WEIGHTSYNC_COORDINATOR"), _replica())
 
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def init(made: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
         if not uses_backend(self.vllm_config):
             return
@@ -173,7 +158,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         add_to_servers()
         setattr(self, _OWN, loop.create_task(join(weakref.ref(self)), name="weightsync-join"))
 
-    kind.__init__ = init
+    wrap_once(kind, "__init__", init)
     keep_label(kind)
 
 
@@ -187,7 +172,5 @@ def follow_engines() -> None:
             check_interface("vllm", purpose)
         except ConfigurationError as error:
             _log.error("weightsync: %s", error)
-            continue
-        if not kind.__dict__.get("_weightsync_followed", False):
+        else:
             follow(kind)
-            kind._weightsync_followed = True

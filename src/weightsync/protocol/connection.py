@@ -142,7 +142,6 @@ class CoordinatorConnection(Closeable):
         self._closed = False
         # Only the loop's thread touches these.
         self._calls: Calls | None = None
-        self._send: Callable[[Frame], Awaitable[None]] | None = None
         self._socket: ClientConnection | None = None
         self._refused_on: ClientConnection | None = None
         self._answering = 0
@@ -152,12 +151,10 @@ class CoordinatorConnection(Closeable):
         self._lost_at: float | None = None
         self._credential: Secret | None = None
         self._joined_run = ""
-        # Progress: the newest count, and whether a report of it is under way.
-        self._progress_lock = threading.Lock()
+        # Progress: the newest count, and whether it is to be reported.
         self._progress_bytes = 0
         self._progress_due = False
-        self._progress_sent = 0.0
-        self._progress_task: asyncio.Task[None] | None = None
+        self._progressed = asyncio.Event()
 
     @property
     def connected(self) -> bool:
@@ -233,18 +230,13 @@ class CoordinatorConnection(Closeable):
 
     def progress(self, nbytes: int) -> None:
         """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
-        if self._origin.elsewhere:
-            return
+        self._progress_bytes = nbytes
         loop = self._loop
-        with self._progress_lock:
-            self._progress_bytes = nbytes
-            if self._progress_due or self._closed or loop is None:
-                return
-            self._progress_due = True
-        try:
-            loop.call_soon_threadsafe(self._schedule_progress)
-        except RuntimeError:
-            return  # the loop has just closed
+        if self._progress_due or self._closed or loop is None or self._origin.elsewhere:
+            return
+        self._progress_due = True
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            loop.call_soon_threadsafe(self._progressed.set)
 
     def drain(self, timeout: float) -> None:
         """Wait until each call of the coordinator is answered, up to ``timeout`` seconds. Not on the thread of all links."""
@@ -297,8 +289,6 @@ class CoordinatorConnection(Closeable):
                 asked.cancel()
             if not self._first.over.is_set:
                 self._first.fail(Aborted(f"the link of {self._name} was closed while it connected"))
-            if self._progress_task is not None:
-                self._progress_task.cancel()
             if self._returning is not None:
                 self._returning.cancel()
             self._ended.set()
@@ -359,9 +349,10 @@ class CoordinatorConnection(Closeable):
                 raise ConnectionLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
         calls = Calls(send, self._dispatch, on_notice=self._tell, on_answer=self.on_answer)
+        reporting = asyncio.ensure_future(self._report_progress(send))
         reason = "the link was closed"
         try:
-            self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
+            self._calls, self._socket, self._trouble = calls, socket, ""
             self._credential = Secret(welcome.credential) if welcome.credential else None
             self._connected.set()
             if self._on_welcome is not None:
@@ -374,7 +365,8 @@ class CoordinatorConnection(Closeable):
             reason = await self._read(socket, calls)
         finally:
             self._connected.clear()
-            self._calls = self._send = self._socket = None
+            self._calls = self._socket = None
+            reporting.cancel()
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(ConnectionLost(lost))
             leaves = CloseCode.NORMAL_CLOSURE, "its process closed it"
@@ -472,26 +464,20 @@ class CoordinatorConnection(Closeable):
     def _tell_waiting(self) -> None:
         self._tell(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
 
-    def _schedule_progress(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(max(0.0, self._progress_sent + _PROGRESS_SECONDS - loop.time()), self._start_progress)
+    async def _report_progress(self, send: Callable[[Frame], Awaitable[None]]) -> None:
+        """Send the newest count whenever there is one, but not what came before this connection.
 
-    def _start_progress(self) -> None:
-        if not self._ended.is_set:  # else nothing would cancel it, and the loop may stop before its first step
-            self._progress_task = asyncio.ensure_future(self._send_progress())
-
-    async def _send_progress(self) -> None:
-        """Send the newest count. The next report may start only afterwards, so a slow socket gets fewer of them."""
-        self._progress_sent = asyncio.get_running_loop().time()
-        with self._progress_lock:
-            nbytes = self._progress_bytes
-        try:
-            if self._send is not None:
+        The next report may start only after the last, so a slow socket gets fewer of them.
+        """
+        self._progressed.clear()
+        self._progress_due = False
+        while True:
+            await self._progressed.wait()
+            self._progressed.clear()
+            self._progress_due = False  # before the count is read: one that comes from now on is reported again
+            try:
                 async with asyncio.timeout(self._settings.timeouts.heartbeat):
-                    await self._send(Progress(nbytes))
-        except (PeerLost, TimeoutError) as error:
-            _log.debug("%s: progress was not reported: %s", self._name, error)
-        with self._progress_lock:
-            self._progress_due = newer = self._progress_bytes != nbytes  # it came while this was being sent
-        if newer:
-            self._schedule_progress()
+                    await send(Progress(self._progress_bytes))
+            except (PeerLost, TimeoutError) as error:
+                _log.debug("%s: progress was not reported: %s", self._name, error)
+            await asyncio.sleep(_PROGRESS_SECONDS)

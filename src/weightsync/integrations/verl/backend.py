@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
-import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine
 
 import weightsync
@@ -52,6 +51,7 @@ from weightsync.integrations.stream_ranks import (
 from weightsync.integrations.updates import GRACE
 from weightsync.integrations.verl import vllm_servers
 from weightsync.integrations.verl.source import EngineShards, training_worker, whole_weights
+from weightsync.launch import texts_of_ranks
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
@@ -120,19 +120,6 @@ def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[s
 def say_why(what: str, reason: str) -> None:
     """Log once why weights do not travel directly."""
     _log.warning("weightsync: %s, because of %s", what, reason)
-
-
-def exchange(text: str) -> list[str]:
-    """Return the texts of all actor ranks. Collective, in host memory, of bytes (an exchange of objects would be pickles)."""
-    own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    most = max(int(size) for size in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(own)] = own
-    texts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [bytes(text[: int(size)].tolist()).decode().strip() for text, size in zip(texts, sizes, strict=True)]
 
 
 class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -287,7 +274,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         if before not in (None, way):  # all ranks leave before one joins with something else
             self._sender.leave()
-            exchange("left")
+            texts_of_ranks("left")
         if self._is_master:
             left, self._servers = self._servers, servers or {}
             vllm_servers.dismiss([server for replica, server in left.items() if replica not in self._servers])

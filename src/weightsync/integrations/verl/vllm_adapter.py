@@ -25,11 +25,11 @@ from weightsync.integrations.verl.backend import (
     EngineOptions,
     StreamCheckpointEngine,
     choose_way,
-    exchange,
     say_why,
 )
 from weightsync.integrations.verl.source import training_worker
 from weightsync.integrations.verl.vllm_servers import ServedReplica
+from weightsync.launch import texts_of_ranks
 from weightsync.protocol.notices import tell
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class _Colocated:
     def _agree(self) -> bool:
         """Whether all ranks take part; then all have joined."""
         actor, replica, error = self._say()
-        said = [json.loads(text) for text in exchange(json.dumps([actor, replica, error]))]
+        said = [json.loads(text) for text in texts_of_ranks(json.dumps([actor, replica, error]))]
         _raise_first(error for *_, error in said)
         actors, replicas = [about for about, _, _ in said], [about for _, about, _ in said]
         way, reason = choose_way(actors, replicas)
@@ -115,7 +115,7 @@ class _Colocated:
             self._replica.join(self._actor.meeting, self._options, arguments["joined"])
         except Exception as failure:  # noqa: BLE001 - raised on all ranks
             error = f"{type(failure).__name__}: {failure}"
-        _raise_first(exchange(error))
+        _raise_first(texts_of_ranks(error))
         return True
 
     def _say(self) -> tuple[dict[str, Any], dict[str, Any], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -111,32 +111,33 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
     layers = list(model.modules())
-    tables = [table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)]
-    before = [dict[str, Any](table) for table in tables]
     unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     try:
-        for layer in layers:
-            restore_layer_on_meta(layer, get_layerwise_info(layer))
-        yield
+        with _restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
+            for layer in layers:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+            yield
     finally:
-        for table, held in zip(tables, before, strict=True):
-            table.clear()
-            table.update(held)
         for layer, names in zip(layers, unsaved, strict=True):
             layer._non_persistent_buffers_set = names
 
 
 @contextmanager
-def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
-    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    kept = [(method, dict(vars(method))) for method in methods if method is not None]
+def _restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Put back what the tables held, in themselves."""
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for method, held in kept:
-            vars(method).clear()
-            vars(method).update(held)
+        for table, held in before:
+            table.clear()
+            table.update(held)
+
+
+def kernels_kept(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return _restored(vars(method) for method in methods if method is not None)
 
 
 def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's

@@ -26,7 +26,7 @@ from weightsync.engines.vllm.controls import DROP_LORA, INSTALL
 from weightsync.engines.vllm.served_loras import follow_models, served_loras
 from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label, uses_backend
 from weightsync.engines.wrapped_methods import wrap_once
-from weightsync.errors import Aborted, ConfigurationError
+from weightsync.errors import ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
 _OWN = "_weightsync"
@@ -55,37 +55,11 @@ def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
     setattr(worker_kind, DROP_LORA, drop_lora)
 
 
-class _Offline:
-    """The methods of ``vllm.LLM`` that joining needs, on an ``LLMEngine``, held by a weak reference."""
-
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self._engine = weakref.ref(engine)
-
-    def _live_engine(self) -> Any:  # noqa: ANN401 - vLLM's
-        engine = self._engine()
-        if engine is None:
-            raise Aborted("this vLLM engine was deleted")
-        return engine
-
-    def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> list[Any]:
-        return list(self._live_engine().collective_rpc(method, timeout, args, kwargs))
-
-    def update_weight_version(self, new_version: str) -> None:
-        label = getattr(self._live_engine(), "set_weight_version", None)  # vLLM 0.25 has no labels for weights
-        if label is not None:
-            label(new_version)
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return bool(self._live_engine().reset_prefix_cache(reset_running_requests, reset_connector))
-
-
 class _BusyGuard:
     """Blocks rounds while an ``LLMEngine`` has unfinished requests."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self._attached = attach(_Offline(engine), _replica())
+        self._attached = attach(weakref.proxy(engine), _replica())
         self._lock = threading.Lock()
         self._held: ExitStack | None = None
 

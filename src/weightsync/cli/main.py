@@ -195,7 +195,7 @@ def replicas(
     The exit status is 0 if they serve it, 1 if the time has passed (the message says what each of the others does), 2 for a version
     of another run, and 3 if no coordinator answered.
     """
-    from weightsync.cli.replicas import list_replicas, wait_until_served
+    from weightsync.cli.status import list_replicas, wait_until_served
 
     if not timeout > 0:
         raise typer.BadParameter("--timeout must be more than 0 seconds")

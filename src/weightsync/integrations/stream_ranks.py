@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from weightsync.closing import OnFailure
 from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError, few
+from weightsync.errors import ConfigurationError, MembershipError, few
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options, cast, server_settings
-from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
+from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk, walk_on
 from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
@@ -248,14 +249,10 @@ def _publish(
 ) -> RoundResult:
     """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
     deadline = Deadline(meeting.seconds)
-    try:
+    with OnFailure(walk_on, weights or ()):
         left = deadline.remaining("waiting for the rollout ranks")
         trainer.wait_for_replicas(0, left, names=meeting.receivers, refused="wait" if weights is not None else "raise")
         seconds = deadline.remaining("waiting for the rollout ranks")
-    except WeightSyncError:
-        for _ in weights or ():
-            pass
-        raise
     result = publish(seconds)
     check_reached(result, "rollout ranks", meeting.receivers)
     return result

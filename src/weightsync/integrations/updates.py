@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -33,6 +34,11 @@ def check_reached(result: RoundResult, replicas: str, wanted: int | Sequence[str
     if reached < count:
         reasons = few(failures, joint="; ") or "the others have left"
         raise RoundFailed(f"version {result.version} reached {reached} of {count} {replicas} ({reasons})")
+
+
+def walk_on(weights: Iterable[object]) -> None:
+    """Walk ``weights`` to their end, because the other ranks gather to the end."""
+    deque(weights, maxlen=0)
 
 
 def overdue_walk(walk: Future[T], rank: str, seconds: float) -> T:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -13,7 +14,26 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 
 from weightsync.closing import OnFailure
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
-from weightsync.ray.places import RankPlace
+
+
+@dataclass(frozen=True)
+class Access:
+    """URL and token of the coordinator."""
+
+    url: str
+    token: str | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Rank of an actor, in the trainer (``replica`` is ``None``) or in a replica."""
+
+    replica: str | None
+    rank: int
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{'the trainer' if self.replica is None else f'replica {self.replica!r}'}, rank {self.rank}"
 
 
 def handles(workers: object) -> tuple[Any, ...]:

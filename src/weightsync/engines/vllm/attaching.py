@@ -6,14 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.local_controls import ControlsServer
-from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.served_loras import ServedLoras, served_loras
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, as_load_error
 from weightsync.model import PauseMode
@@ -24,6 +23,36 @@ _LEAVE: dict[str, object] = {"init_info": {"control": "", "leave": True}}  # vLL
 _JOIN_SECONDS = 120.0  # seconds until every worker has joined
 _LOADING = "vLLM could not load the staged weights"
 T = TypeVar("T")
+
+
+class OfflineLLM(Protocol):
+    """``vllm.LLM``, reduced to the methods that weightsync calls."""
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop cached keys and values. Returns whether all were dropped."""
+
+
+class AsyncEngine(Protocol):
+    """``vllm.v1.engine.async_llm.AsyncLLM``, reduced in the same way."""
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker."""
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Pause generation."""
+
+    async def resume_generation(self) -> None:
+        """Resume generation."""
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop cached keys and values. Returns whether all were dropped."""
 
 
 class _Gate:

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, Secret, variable
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 from weightsync.integrations.trl.lora_publisher import MERGING, OWNER, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
+from weightsync.integrations.updates import walk_on
 from weightsync.launch import from_rank_zero
 from weightsync.model.lora import check_adapter_name
 from weightsync.protocol.messages import RoundResult
@@ -97,14 +99,11 @@ class JoinOptions:
             pause_mode="keep",  # as TRL's own client pauses: it trains on whatever length an aborted request has
             start_coordinator=False,
         )
-        try:
-            trainer.wait_for_replicas(self.replicas, self.timeout, refused="raise")
-        except DeadlineExceeded as error:
-            trainer.close()
-            raise DeadlineExceeded(f"{error}. {_LOOK}") from error
-        except BaseException:
-            trainer.close()
-            raise
+        with OnFailure(trainer.close):
+            try:
+                trainer.wait_for_replicas(self.replicas, self.timeout, refused="raise")
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error}. {_LOOK}") from error
         return trainer
 
     def number(self, trainer: Trainer) -> int | None:
@@ -193,14 +192,10 @@ class WeightTransfer(JoinOptions):
         Raises what :meth:`weightsync.Trainer.publish_stream` raises, and :class:`~weightsync.errors.ConfigurationError` if the
         server that TRL samples from does not serve the version afterwards.
         """
-        try:
+        with OnFailure(walk_on, iterator):
             trainer = self._trainer = self._trainer or (self.join(Stream()) if self._late else None)
             if trainer is None:
                 raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
-        except BaseException:
-            for _ in iterator:  # the other ranks gather
-                pass
-            raise
         weights = self._noting(iterator) if self._first else iterator
         self.result = trainer.publish_stream(weights, self.number(trainer), timeout=self.timeout)
         report(self.result, self._asking)

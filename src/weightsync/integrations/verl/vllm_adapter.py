@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from weightsync.closing import OnFailure
 from weightsync.errors import RoundFailed
 from weightsync.integrations.updates import in_thread
 from weightsync.integrations.verl.backend import (
@@ -83,11 +84,8 @@ class _Colocated:
         if not await _in_thread(self._agree):
             return False
         calls = self._replica.calls if self._replica.leads else None
-        try:
+        with OnFailure(self._replica.forget):
             metrics = await self._actor.send_weights((), step, calls)
-        except BaseException:
-            self._replica.forget()
-            raise
         if not self._options.keep_copy:
             await _in_thread(self._actor.leave)
         if metrics:

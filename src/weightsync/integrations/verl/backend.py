@@ -36,18 +36,10 @@ from weightsync.errors import (
     RoundFailed,
     WeightSyncError,
 )
+from weightsync.integrations import stream_ranks
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import (
-    Meeting,
-    ShardSource,
-    StreamSender,
-    about_this_rank,
-    arrange,
-    join_async,
-    leave_in_background,
-    offer_coordinator,
-)
+from weightsync.integrations.stream_ranks import Meeting, ShardSource, StreamSender
 from weightsync.integrations.updates import GRACE
 from weightsync.integrations.verl import vllm_servers
 from weightsync.integrations.verl.source import EngineShards, training_worker, whole_weights
@@ -133,7 +125,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, bucket_size: int, is_master: bool | None = None, **options: object) -> None:
         self._options = EngineOptions.of(options, WHERE)
         self._is_actor, self._is_master = is_master is not None, bool(is_master)
-        self._about = about_this_rank()
+        self._about = stream_ranks.about_this_rank()
         self._owned = ExitStack()
         self._closing = weakref.finalize(self, self._owned.close)  # verl has no call for it: at the latest when the process exits
         self.meeting = Meeting("", 0.0)
@@ -155,7 +147,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._is_actor:
             return {**self._about, **self._about_replica()}
         if self._is_master and "coordinator" not in self._about:
-            self._about |= offer_coordinator(self._options, self._owned)
+            self._about |= stream_ranks.offer_coordinator(self._options, self._owned)
             tell(_log, f"weightsync: the coordinator of this run is {self._about['coordinator']}")
         return {**self._about, **self._about_source()}
 
@@ -227,7 +219,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ConfigurationError: Ranks of other hosts cannot reach the coordinator of actor rank 0.
             MembershipError: Two rollout ranks have one name.
         """
-        meeting = arrange(actors[0], (*actors, *rollouts), rollouts)
+        meeting = stream_ranks.arrange(actors[0], (*actors, *rollouts), rollouts)
         every: dict[str, Any] = {"way": way, **{name: actors[0][name] for name in _OFFERED[way]}}
         if way == "direct":
             every["servers"] = {about["replica"]: about["server"] for about in rollouts if "server" in about}
@@ -362,7 +354,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         receiver: weightsync.Receiver | None = None
         received = False
         try:
-            receiver = await join_async(me, meeting, self._options, self._options.staging(), self._manifest)
+            receiver = await stream_ranks.join_async(me, meeting, self._options, self._options.staging(), self._manifest)
             self._receiver = receiver
             consumer = asyncio.current_task()
             if consumer is not None:  # verl's adapter may fail without closing this generator
@@ -376,7 +368,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 _finish_copies()  # of this batch, whose memory is used again
             received = True
             # For the coordinator the round ends a moment later. verl calls finalize() when all ranks are done, unless one failed.
-            asyncio.get_running_loop().call_later(GRACE, leave_in_background, receiver)
+            asyncio.get_running_loop().call_later(GRACE, stream_ranks.leave_in_background, receiver)
         except Exception as error:
             if receiver is None and isinstance(error, _PERMANENT):
                 raise
@@ -401,7 +393,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 def _leave_if_failed(receiver: weightsync.Receiver, consumer: asyncio.Task[Any]) -> None:
     """Leave the coordinator, so that the update fails for this rank now and not at its deadline."""
     if consumer.cancelled() or consumer.exception() is not None:
-        leave_in_background(receiver)
+        stream_ranks.leave_in_background(receiver)
 
 
 def _on_accelerator(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,20 +22,11 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
+from weightsync import errors
 from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline, within
-from weightsync.errors import (
-    Aborted,
-    ConfigurationError,
-    CoordinatorUnreachable,
-    DeadlineExceeded,
-    PeerLost,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-    readable,
-)
+from weightsync.errors import Aborted, CoordinatorUnreachable, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.calls import AnswerWatcher, Calls
@@ -169,7 +160,7 @@ class CoordinatorConnection(Closeable):
         left running then.
         """
         if self._borrowed is not None or self._closed:
-            raise ConfigurationError("a link connects once; make a new one")
+            raise errors.ConfigurationError("a link connects once; make a new one")
         self._borrowed = shared_loop.borrow()
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
         timeout = self._settings.timeouts.connect + 2 * _GRACE
@@ -334,7 +325,7 @@ class CoordinatorConnection(Closeable):
             self._tell(f"rounds leave this rank out: {welcome.refusal}")
             return
         await hang_up(socket, CloseCode.NORMAL_CLOSURE, "its process closed it")
-        raise from_wire(*welcome.refusal.split(": ", 1))
+        raise errors.from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
         if trouble != self._trouble:  # once, not at every attempt
@@ -398,7 +389,7 @@ class CoordinatorConnection(Closeable):
             await hang_up(socket, CloseCode.PROTOCOL_ERROR, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
-            return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
+            return errors.readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
 
     async def _dispatch(self, body: Body, timeout: float) -> Body:
         call, what = self._receive(body), type(body).__name__

@@ -22,15 +22,9 @@ from websockets.frames import CloseCode
 from websockets.http11 import USER_AGENT
 from websockets.typing import Subprotocol
 
+from weightsync import errors
 from weightsync.config import ClientSettings, Secret
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    CoordinatorUnreachable,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-)
+from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, ProtocolError, WeightSyncError
 from weightsync.protocol import endpoint
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
 from weightsync.protocol.proof import Claimant
@@ -249,7 +243,7 @@ async def _greet(settings: ClientSettings, socket: ClientConnection, hello: Hell
         raise CoordinatorUnreachable(endpoint.unreachable(settings, f"the connection ended after our Hello: {error}")) from None
     frame = decode(answer) if isinstance(answer, bytes) else None
     if isinstance(frame, Refused):
-        raise from_wire(frame.kind, frame.message)
+        raise errors.from_wire(frame.kind, frame.message)
     if not isinstance(frame, Welcome):
         raise ProtocolError(f"the coordinator at {settings.coordinator} answered our Hello with a {type(frame).__name__}")
     return frame

@@ -26,16 +26,10 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
 import weightsync
+from weightsync import errors
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ManifestMismatch,
-    MembershipError,
-    RoundFailed,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigurationError, MembershipError, RoundFailed, WeightSyncError
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options
@@ -52,7 +46,7 @@ from weightsync.server.client import Client
 _log = logging.getLogger(__name__)
 WHERE = "checkpoint_engine.engine_kwargs.weightsync"
 _REASON = 400  # characters of a reason that travels
-_PERMANENT = (AuthenticationError, ConfigurationError, ManifestMismatch, MembershipError)
+_PERMANENT = (errors.AuthenticationError, ConfigurationError, errors.ManifestMismatch, MembershipError)
 """Errors of joining that the next update would get as well."""
 
 

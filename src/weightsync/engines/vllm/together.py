@@ -59,8 +59,8 @@ def together(parallel: Any, give_up: Callable[[], None] = lambda: None) -> Itera
         return
     from vllm.distributed.parallel_state import get_world_group
 
-    error = "" if own is None else f"{type(own).__name__}: {own}"[:_MAX_ERROR]
-    failures = {rank: text for rank, text in enumerate(texts_of_ranks(error, get_world_group().cpu_group)) if text}
+    mine = "" if own is None else f"{type(own).__name__}: {own}"[:_MAX_ERROR]
+    failures = {rank: text for rank, text in enumerate(texts_of_ranks(mine, get_world_group().cpu_group)) if text}
     if failures:
         give_up()
     if failures and (separate or parallel.rank == parallel.world_size - 1):

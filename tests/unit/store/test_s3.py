@@ -24,6 +24,8 @@ def server() -> Iterator[str]:
     served = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     served.start()
     host, port = served.get_host_and_port()
+    with urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=SECONDS):
+        pass  # its objects belong to the process, in which another module's tests may have stored some
     yield f"http://{host}:{port}"
     served.stop()
 

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from arguments, ``torch.distributed`` or the launcher."""
+"""Rank and world size of this process, from arguments, ``torch.distributed`` or the launcher, and texts that ranks exchange."""
 
 from __future__ import annotations
 

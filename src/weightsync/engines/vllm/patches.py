@@ -17,6 +17,7 @@ import socket
 import threading
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from weightsync.config import variable
@@ -84,18 +85,23 @@ def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
             setattr(self, _OWN, _BusyGuard(self))
 
     def ending(work: Any, self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        guard = getattr(self, _OWN, None)
         try:
-            if guard is not None and work.__name__ == "add_request":
-                guard.begin()
             return work(self, *args, **kwargs)
         finally:
+            guard = getattr(self, _OWN, None)
             if guard is not None and not self.has_unfinished_requests():
                 guard.end()
 
+    def beginning(work: Any, self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        guard = getattr(self, _OWN, None)
+        if guard is not None:
+            guard.begin()
+        return work(self, *args, **kwargs)
+
     wrap_once(kind, "__init__", init)
-    for name in ("add_request", "step", "abort_request"):
-        wrap_once(kind, name, ending)
+    wrap_once(kind, "add_request", lambda work, *args, **kwargs: ending(partial(beginning, work), *args, **kwargs))
+    wrap_once(kind, "step", ending)
+    wrap_once(kind, "abort_request", ending)
 
 
 def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class

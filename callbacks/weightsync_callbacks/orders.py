@@ -187,7 +187,9 @@ class UpdateServers:
         path = PurePosixPath(request.model_path)
         if ".." in path.parts or not path.is_relative_to(root) or not request.model_path.isprintable():
             raise ConfigurationError(f"{request.model_path[:200]!r} is not a path below the checkpoint directory {root}")
-        return sglang.update_from_disk(request.model_path, request.weight_version)
+        version = {} if request.weight_version is None else {"weight_version": request.weight_version}
+        body = {"model_path": request.model_path, "load_format": "safetensors"} | version  # which hold no code
+        return HttpCall("POST", "/update_weights_from_disk", body)
 
     def _groups(self, group: _InitGroup, timeout: float) -> list[HttpCall]:
         world = 1 + sum(self._ranks)

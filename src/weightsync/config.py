@@ -344,10 +344,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"a CA file (WEIGHTSYNC_CA_FILE) needs an https coordinator, not {self.coordinator}")
 
     @classmethod
-    def load(cls, environment: Mapping[str, str] | None = None, /, **given: object) -> ClientSettings:
+    def load(cls, environment: Mapping[str, str] = os.environ, /, **given: object) -> ClientSettings:
         """Settings from the environment, where ``given`` (entries that are not ``None``) wins; ``coordinator`` may be a URL."""
-        source = os.environ if environment is None else environment
-        return _load(cls, source, {"timeouts": _load(Timeouts, source, {}), **{k: v for k, v in given.items() if v is not None}})
+        timeouts = _load(Timeouts, environment, {})
+        return _load(cls, environment, {"timeouts": timeouts, **{k: v for k, v in given.items() if v is not None}})
 
 
 def control_settings(settings: ServerSettings) -> RoundSettings:
@@ -441,11 +441,10 @@ def token_source(kind: SecretKind = "token") -> str | None:
     return variable if os.environ.get(variable) else os.environ.get(f"{variable}_FILE") or None
 
 
-def worker_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def worker_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's environment for a child that is a worker: without the secrets that are not its."""
     hidden = ("WEIGHTSYNC_OPERATOR_TOKEN", "WEIGHTSYNC_ROUTER_TOKEN", "WEIGHTSYNC_STORE_KEY")
-    source = os.environ if environment is None else environment
-    return {name: value for name, value in source.items() if name.removesuffix("_FILE") not in hidden}
+    return {name: value for name, value in environment.items() if name.removesuffix("_FILE") not in hidden}
 
 
 def read_token(path: str, named: str) -> Secret:
@@ -460,7 +459,7 @@ def read_token(path: str, named: str) -> Secret:
         raise ConfigurationError(f"{named}{path!r}: {error}") from None
 
 
-def token_for_request(coordinator: str | None, token: str | None, environment: Mapping[str, str] | None = None) -> str | None:
+def token_for_request(coordinator: str | None, token: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The token for a coordinator that a request named, over a route that others may reach.
 
     It is what the request holds. The environment's token belongs to the environment's coordinator: for another one it is not used,
@@ -468,10 +467,9 @@ def token_for_request(coordinator: str | None, token: str | None, environment: M
     """
     if token or coordinator is None:
         return token or None
-    source = os.environ if environment is None else environment
-    named = source.get("WEIGHTSYNC_COORDINATOR")
+    named = environment.get("WEIGHTSYNC_COORDINATOR")
     asked, own = Address.parse(coordinator), Address.parse(named) if named else ClientSettings().coordinator
-    if asked != own and _token(source, "WEIGHTSYNC_TOKEN") is not None:
+    if asked != own and _token(environment, "WEIGHTSYNC_TOKEN") is not None:
         raise ConfigurationError(
             f"the request names the coordinator {asked}, and this process belongs to {own} (WEIGHTSYNC_COORDINATOR): the token "
             "of the environment is for that one alone. Give the token with the request, or set WEIGHTSYNC_COORDINATOR here"
@@ -484,15 +482,14 @@ _LAUNCHERS = (("", "RANK", "WORLD_SIZE"), ("SLURM_STEP_ID", "SLURM_PROCID", "SLU
 ``salloc``'s shell have a ``SLURM_PROCID`` too, and are no rank of anything; what srun starts has the number of its step."""
 
 
-def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def launched_place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Rank and world size that torchrun or Slurm set for this process, or ``None``.
 
     Raises :class:`ConfigurationError` if only one of the two is set, or if the rank is not below the world size.
     """
-    source = os.environ if environment is None else environment
     for sign, rank, world_size in _LAUNCHERS:
-        values = source.get(rank), source.get(world_size)
-        if (sign and not source.get(sign)) or not any(values):
+        values = environment.get(rank), environment.get(world_size)
+        if (sign and not environment.get(sign)) or not any(values):
             continue
         if not all(values):
             raise ConfigurationError(f"{rank}={values[0]!r} and {world_size}={values[1]!r}: set both or neither")
@@ -506,27 +503,26 @@ def launched_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
     return None
 
 
-def update_networks(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def update_networks(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Where the process group of an update from outside may meet (``WEIGHTSYNC_UPDATE_NETWORKS``); empty: anywhere."""
-    text = (os.environ if environment is None else environment).get("WEIGHTSYNC_UPDATE_NETWORKS") or ""
+    text = environment.get("WEIGHTSYNC_UPDATE_NETWORKS") or ""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def replica_url(environment: Mapping[str, str] | None = None) -> str:
+def replica_url(environment: Mapping[str, str] = os.environ) -> str:
     """Where routers reach this engine's replica (``WEIGHTSYNC_REPLICA_URL``); empty if it is not said."""
-    url = ((os.environ if environment is None else environment).get("WEIGHTSYNC_REPLICA_URL") or "").rstrip("/")
+    url = (environment.get("WEIGHTSYNC_REPLICA_URL") or "").rstrip("/")
     if url and ROUTED_URL.fullmatch(url) is None:
         raise ConfigurationError(f"WEIGHTSYNC_REPLICA_URL={url!r}: write it as http://host:port, without a user or a query")
     return url
 
 
-def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
+def runtime_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """Where this user's running coordinators leave their tokens; may not exist yet. Callers check its owner and mode."""
-    source = os.environ if environment is None else environment
-    base = source.get("XDG_RUNTIME_DIR")
+    base = environment.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.path.isdir(base):
         return Path(base) / "weightsync"
-    return Path(source.get("TMPDIR") or tempfile.gettempdir()) / f"weightsync-{os.getuid()}"
+    return Path(environment.get("TMPDIR") or tempfile.gettempdir()) / f"weightsync-{os.getuid()}"
 
 
 def _state_directory(environment: Mapping[str, str]) -> str | None:

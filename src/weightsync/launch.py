@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from arguments, ``torch.distributed`` or the launcher."""
+"""Rank and world size of this process, from arguments, ``torch.distributed`` or the launcher, and texts that ranks exchange."""
 
 from __future__ import annotations
 
@@ -41,3 +41,18 @@ def from_rank_zero(text: str) -> str:
     buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     dist.broadcast(buffer, src=0)
     return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def texts_of_ranks(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return what each rank of ``group``, by default of ``torch.distributed``, gave. Collective, in host memory, as tensors.
+
+    An exchange of objects would be pickles.
+    """
+    own = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    padded[: len(own)] = own
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(gathered.tolist()).rstrip(b"\0").decode(errors="replace") for gathered in texts]

@@ -14,24 +14,9 @@ from typing import Annotated, Literal
 import typer
 
 from weightsync import __version__
+from weightsync.cli import options
 from weightsync.cli.commands import Command, CommandGroup
-from weightsync.cli.options import (
-    CaFile,
-    Coordinator,
-    Json,
-    LogJson,
-    LogLevel,
-    OperatorTokenFile,
-    Pausing,
-    ServedOperatorTokenFile,
-    ServedTokenFile,
-    TokenFile,
-    client_settings,
-    configure_logs,
-    operator_in,
-    setting,
-    token_in,
-)
+from weightsync.cli.options import CaFile, Coordinator, Json, TokenFile, client_settings, setting
 from weightsync.cli.push import push
 from weightsync.cli.relay import relay
 from weightsync.cli.store import StoreCommand, store_app
@@ -99,13 +84,13 @@ def serve(
     host: Annotated[str | None, setting("HOST", "Address to listen on; any but loopback requires a token", "127.0.0.1")] = None,
     port: Annotated[int | None, setting("PORT", "Port; 0 selects a free one", "7400")] = None,
     run: Annotated[str | None, setting("RUN", "Id of the run, part of every version's label", "a new one", "ID")] = None,
-    token_file: ServedTokenFile = None,
-    operator_token_file: ServedOperatorTokenFile = None,
+    token_file: options.ServedTokenFile = None,
+    operator_token_file: options.ServedOperatorTokenFile = None,
     tls_certificate: Annotated[
         Path | None, setting("TLS_CERTIFICATE", "Serve https with this chain (PEM)", None, "PATH", "--tls-cert")
     ] = None,
     tls_key: Annotated[Path | None, setting("TLS_KEY", "Key of the certificate (PEM)", None)] = None,
-    pause_mode: Annotated[Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort")] = None,
+    pause_mode: Annotated[options.Pausing | None, setting("PAUSE_MODE", _TO_REQUESTS, "abort")] = None,
     round_deadline: Annotated[float | None, setting("ROUND_DEADLINE", "Time limit of a round in seconds", "600", "SECONDS")] = None,
     mount: Annotated[list[str] | None, setting("MOUNTS", "Routes to add, for example `rollouts`", "none", "NAME")] = None,
     require: Annotated[
@@ -118,8 +103,8 @@ def serve(
         str | None,
         setting("STATE_DIR", "Folder of the history of rounds; `off` keeps it in memory", "the user's state folder", "PATH"),
     ] = None,
-    log_level: LogLevel = "info",
-    log_json: LogJson = False,
+    log_level: options.LogLevel = "info",
+    log_json: options.LogJson = False,
 ) -> None:
     """Run the coordinator. Trainers and engines connect to it; no tensor passes through it.
 
@@ -140,11 +125,11 @@ def serve(
     """
     from weightsync.cli.serve import serve_forever
 
-    configure_logs(log_level, log_json)
+    options.configure_logs(log_level, log_json)
     serve_forever(
-        host=host, port=port, run=run, token=token_in(token_file),
-        operator_token=token_in(operator_token_file, "--operator-token-file"), tls_certificate=tls_certificate, tls_key=tls_key,
-        pause_mode=pause_mode, round_deadline=round_deadline,
+        host=host, port=port, run=run, token=options.token_in(token_file),
+        operator_token=options.token_in(operator_token_file, "--operator-token-file"), tls_certificate=tls_certificate,
+        tls_key=tls_key, pause_mode=pause_mode, round_deadline=round_deadline,
         require=require, max_unavailable=max_unavailable, mounts=tuple(mount) if mount else None, state_dir=state_dir,
     )  # fmt: skip
 
@@ -195,7 +180,7 @@ def replicas(
     The exit status is 0 if they serve it, 1 if the time has passed (the message says what each of the others does), 2 for a version
     of another run, and 3 if no coordinator answered.
     """
-    from weightsync.cli.replicas import list_replicas, wait_until_served
+    from weightsync.cli.status import list_replicas, wait_until_served
 
     if not timeout > 0:
         raise typer.BadParameter("--timeout must be more than 0 seconds")
@@ -216,7 +201,7 @@ def update(
         float | None, typer.Option(metavar="SECONDS", help="Time limit of the round in seconds; default: the coordinator's.")
     ] = None,
     coordinator: Coordinator = None,
-    operator_token_file: OperatorTokenFile = None,
+    operator_token_file: options.OperatorTokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
@@ -234,7 +219,7 @@ def update(
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter("--timeout must be more than 0 seconds")
     settings = client_settings(coordinator, None, ca_file)
-    if not seed(settings, operator_in(operator_token_file, settings), tuple(replica or ()), timeout, as_json=json):
+    if not seed(settings, options.operator_in(operator_token_file, settings), tuple(replica or ()), timeout, as_json=json):
         raise typer.Exit(1)
 
 
@@ -329,7 +314,7 @@ def token(
 def revoke(
     member: Annotated[str, typer.Argument(help="The rank, as in `weightsync status --json`: `trainer/0`, `vllm-0/1`.")],
     coordinator: Coordinator = None,
-    operator_token_file: OperatorTokenFile = None,
+    operator_token_file: options.OperatorTokenFile = None,
     ca_file: CaFile = None,
     json: Json = False,
 ) -> None:
@@ -345,7 +330,7 @@ def revoke(
     from weightsync.cli.status import send_away
 
     settings = client_settings(coordinator, None, ca_file)
-    send_away(settings, operator_in(operator_token_file, settings), member, as_json=json)
+    send_away(settings, options.operator_in(operator_token_file, settings), member, as_json=json)
 
 
 @app.command(cls=Command)

@@ -53,9 +53,9 @@ def show(value: T, view: Callable[[T], RenderableType], *, as_json: bool) -> Non
         Console().print(view(value))
 
 
-def gigabytes_per_second(nbytes: int, seconds: float) -> str:
-    """Format a rate in GB/s (10^9); empty if there is none."""
-    return f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 and nbytes else ""
+def _rate(of: RoundResult | RoundRecord) -> str:
+    """Format the rate of a round in GB/s (10^9); empty if there is none."""
+    return f"{of.gigabytes_per_second:.2f}" if of.nbytes else ""
 
 
 def plain_text(text: str, style: str = "") -> Text:
@@ -229,7 +229,7 @@ def _rounds(status: Status) -> Iterator[RenderableType]:
     rows = (
         (
             _clock(result.ended, status.now), result.round, _number(result.version.number, result.version.epoch),
-            size(result.nbytes), f"{result.seconds:.3f}", gigabytes_per_second(result.nbytes, result.seconds),
+            size(result.nbytes), f"{result.seconds:.3f}", _rate(result),
             milliseconds(result.longest_pause),
             _colored("ok" if result.ok else "failed"),
         )
@@ -268,7 +268,7 @@ def _cells(record: RoundRecord, now: float, several: bool) -> dict[str, Text]:
         "version": plain_text(_number(record.number, record.epoch)),
         "bytes": plain_text(size(record.nbytes)),
         "seconds": plain_text(f"{record.seconds:.3f}"),
-        "GB/s": plain_text(f"{record.gigabytes_per_second:.2f}" if record.nbytes else ""),
+        "GB/s": plain_text(_rate(record)),
         "pause": plain_text(milliseconds(record.pause_seconds)),
         "replicas": plain_text(f"{record.updated}/{record.replicas}"),
         "outcome": _colored("ok" if record.ok else "interrupted" if record.interrupted else "failed")
@@ -378,6 +378,6 @@ def _event_line(event: events.Event) -> str:
             if event.result is None:
                 return f"round {event.round}: failed: {event.error}"
             nbytes, seconds = event.result.nbytes, event.result.seconds
-            rate = f" ({gigabytes_per_second(nbytes, seconds)} GB/s)" if nbytes else ""
+            rate = f" ({_rate(event.result)} GB/s)" if nbytes else ""
             outcome, why = ("ok", "") if event.result.ok else ("failed", f": {event.error}")
             return f"round {event.round}: {outcome}, {size(nbytes)} in {seconds:.3f} s{rate}{why}"

@@ -11,21 +11,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from weightsync import failpoints
+from weightsync import errors, failpoints
 from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.read_back import ReadBack
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.engine.session_front import SessionFront
-from weightsync.errors import (
-    ConfigurationError,
-    DeadlineExceeded,
-    MembershipError,
-    PeerLost,
-    ProtocolError,
-    WeightSyncError,
-    to_wire,
-)
+from weightsync.errors import ConfigurationError, DeadlineExceeded, MembershipError, PeerLost, ProtocolError, WeightSyncError
 from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.protocol.messages import Answer, Call, Failure, Frame, Pause, decode, encode
 from weightsync.protocol.update_messages import Describe, Described, Digested, JoinGroup, LeaveGroup, Receive, Verify
@@ -93,7 +85,7 @@ class DisaggregatedRank(SessionFront):
         except Exception as error:  # noqa: BLE001 - it crosses to the front, and is logged here
             if not isinstance(error, WeightSyncError):
                 _log.exception("rank %d of a disaggregated update failed", self.rank)
-            frame = Failure(0, *to_wire(error))
+            frame = Failure(0, *errors.to_wire(error))
         failpoints.reached("rank.answer")
         return encode(frame)
 

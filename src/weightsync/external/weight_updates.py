@@ -10,19 +10,10 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-from weightsync import failpoints
+from weightsync import errors, failpoints
 from weightsync.arrays import Bools
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    ConfigurationError,
-    LoadError,
-    ManifestMismatch,
-    MembershipError,
-    VerificationError,
-    VersionError,
-    WeightSyncError,
-    few,
-)
+from weightsync.errors import ConfigurationError, LoadError, MembershipError, VerificationError, VersionError, WeightSyncError
 from weightsync.external import checks, requests
 from weightsync.external.ranks import Ranks, ask_all
 from weightsync.model import Manifest, PauseMode, Version, fold, label_of
@@ -186,7 +177,7 @@ class WeightUpdates:
         """Pause the engine for an update of several requests."""
         manifest = await self.manifest()
         if request.manifest not in (None, manifest.fingerprint):
-            raise ManifestMismatch(
+            raise errors.ManifestMismatch(
                 f"the sender's manifest is {request.manifest}, the engine's {manifest.fingerprint}: other tensors"
             )
         if request.tensors is not None:
@@ -373,7 +364,7 @@ class WeightUpdates:
         missing = [spec.name for spec, received in zip(manifest, known, strict=True) if not received]
         if missing and not partial:
             raise ConfigurationError(
-                f"{len(missing)} of {len(manifest)} tensors were not received: {few(missing)}; send them first"
+                f"{len(missing)} of {len(manifest)} tensors were not received: {errors.few(missing)}; send them first"
             )
         if claims.digests is not None:
             checks.check_named(manifest, known, claims.digests)

@@ -69,11 +69,11 @@ CHECKS = tuple(sorted((*_REPLACED, *_STARTS_COORDINATOR, "sglang")))
 def _checks(package: str) -> Iterator[Finding]:
     """Checks that are made where ``package`` is installed."""
     if package in _REPLACED:
-        return _replaced(package)
-    if package in _STARTS_COORDINATOR:
-        own: Iterator[Finding] = import_module(f"weightsync.integrations.{package}.check").findings()
-        return own
-    return _sglang()
+        yield from _replaced(package)
+    elif package in _STARTS_COORDINATOR:
+        yield from import_module(f"weightsync.integrations.{package}.check").findings()
+    else:
+        yield from _sglang()
 
 
 def findings(package: str) -> Iterator[Finding]:

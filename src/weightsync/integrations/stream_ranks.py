@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from weightsync.closing import OnFailure
 from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
-from weightsync.errors import ConfigurationError, MembershipError, WeightSyncError, few
+from weightsync.errors import ConfigurationError, MembershipError, few
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options, cast, server_settings
-from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk
+from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk, walk_on
 from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import is_loopback
@@ -220,7 +221,15 @@ class StreamSender:
         if trainer is None:
             raise ConfigurationError(f"this {self._kind} rank lacks its coordinator: the framework did not initialize it")
         whole = None if weights is None else cast(weights, self._options)
-        walk = in_thread(partial(_publish, trainer, meeting, whole, step, number, calls))
+
+        def publish(seconds: float) -> RoundResult:
+            if whole is not None:
+                return trainer.publish_stream(whole, step=step, timeout=seconds)
+            if calls is None:
+                return trainer.publish(number, step=step, timeout=seconds)
+            return calls.publish(lambda: trainer.publish(number, step=step, timeout=seconds), number, timeout=seconds)
+
+        walk = in_thread(lambda: _publish(trainer, meeting, whole, publish))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(walk)), meeting.seconds + GRACE)
         except TimeoutError:
@@ -236,28 +245,14 @@ class StreamSender:
 
 
 def _publish(
-    trainer: Trainer,
-    meeting: Meeting,
-    weights: Iterable[tuple[str, torch.Tensor]] | None,
-    step: int | None,
-    number: int | None,
-    calls: EngineCalls | None,
+    trainer: Trainer, meeting: Meeting, weights: Iterable[tuple[str, torch.Tensor]] | None, publish: Callable[[float], RoundResult]
 ) -> RoundResult:
     """Wait for all receivers, publish, and look whether all of them have it. If the wait fails, the walk is still done."""
     deadline = Deadline(meeting.seconds)
-    try:
+    with OnFailure(walk_on, weights or ()):
         left = deadline.remaining("waiting for the rollout ranks")
         trainer.wait_for_replicas(0, left, names=meeting.receivers, refused="wait" if weights is not None else "raise")
         seconds = deadline.remaining("waiting for the rollout ranks")
-    except WeightSyncError:
-        for _ in weights or ():
-            pass
-        raise
-    if weights is not None:
-        result = trainer.publish_stream(weights, step=step, timeout=seconds)
-    elif calls is None:
-        result = trainer.publish(number, step=step, timeout=seconds)
-    else:
-        result = calls.publish(lambda: trainer.publish(number, step=step, timeout=seconds), number, timeout=seconds)
+    result = publish(seconds)
     check_reached(result, "rollout ranks", meeting.receivers)
     return result

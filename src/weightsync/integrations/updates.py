@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from itertools import islice
+from traceback import walk_stack
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +19,15 @@ from weightsync.protocol.messages import RoundResult
 GRACE = 5.0
 """Seconds that a wait may exceed the update's own timeout, so that a more specific error can arrive first."""
 T = TypeVar("T")
+
+
+def calling(fits: Callable[[Any], bool], most: int | None = None) -> Any:  # noqa: ANN401 - a framework's
+    """Return the nearest object with a method that is calling and that ``fits``, up to ``most`` frames up; ``None`` without one.
+
+    For what frameworks call without a reference to the caller.
+    """
+    frames = islice(walk_stack(inspect.currentframe()), most)
+    return next((own for frame, _ in frames if fits(own := frame.f_locals.get("self"))), None)
 
 
 def check_reached(result: RoundResult, replicas: str, wanted: int | Sequence[str]) -> None:
@@ -33,6 +46,11 @@ def check_reached(result: RoundResult, replicas: str, wanted: int | Sequence[str
     if reached < count:
         reasons = few(failures, joint="; ") or "the others have left"
         raise RoundFailed(f"version {result.version} reached {reached} of {count} {replicas} ({reasons})")
+
+
+def walk_on(weights: Iterable[object]) -> None:
+    """Walk ``weights`` to their end, because the other ranks gather to the end."""
+    deque(weights, maxlen=0)
 
 
 def overdue_walk(walk: Future[T], rank: str, seconds: float) -> T:

@@ -22,20 +22,11 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
+from weightsync import errors
 from weightsync.closing import Closeable, OnFailure
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline, within
-from weightsync.errors import (
-    Aborted,
-    ConfigurationError,
-    CoordinatorUnreachable,
-    DeadlineExceeded,
-    PeerLost,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-    readable,
-)
+from weightsync.errors import Aborted, CoordinatorUnreachable, DeadlineExceeded, PeerLost, ProtocolError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.outcome import Latch, Outcome
 from weightsync.protocol.calls import AnswerWatcher, Calls
@@ -142,7 +133,6 @@ class CoordinatorConnection(Closeable):
         self._closed = False
         # Only the loop's thread touches these.
         self._calls: Calls | None = None
-        self._send: Callable[[Frame], Awaitable[None]] | None = None
         self._socket: ClientConnection | None = None
         self._refused_on: ClientConnection | None = None
         self._answering = 0
@@ -152,12 +142,10 @@ class CoordinatorConnection(Closeable):
         self._lost_at: float | None = None
         self._credential: Secret | None = None
         self._joined_run = ""
-        # Progress: the newest count, and whether a report of it is under way.
-        self._progress_lock = threading.Lock()
+        # Progress: the newest count, and whether it is to be reported.
         self._progress_bytes = 0
         self._progress_due = False
-        self._progress_sent = 0.0
-        self._progress_task: asyncio.Task[None] | None = None
+        self._progressed = asyncio.Event()
 
     @property
     def connected(self) -> bool:
@@ -172,7 +160,7 @@ class CoordinatorConnection(Closeable):
         left running then.
         """
         if self._borrowed is not None or self._closed:
-            raise ConfigurationError("a link connects once; make a new one")
+            raise errors.ConfigurationError("a link connects once; make a new one")
         self._borrowed = shared_loop.borrow()
         asyncio.run_coroutine_threadsafe(self._run(), self._borrowed)
         timeout = self._settings.timeouts.connect + 2 * _GRACE
@@ -233,18 +221,13 @@ class CoordinatorConnection(Closeable):
 
     def progress(self, nbytes: int) -> None:
         """Report that this many bytes of the running move are in place. Any thread; never blocks; sent a few times a second."""
-        if self._origin.elsewhere:
-            return
+        self._progress_bytes = nbytes
         loop = self._loop
-        with self._progress_lock:
-            self._progress_bytes = nbytes
-            if self._progress_due or self._closed or loop is None:
-                return
-            self._progress_due = True
-        try:
-            loop.call_soon_threadsafe(self._schedule_progress)
-        except RuntimeError:
-            return  # the loop has just closed
+        if self._progress_due or self._closed or loop is None or self._origin.elsewhere:
+            return
+        self._progress_due = True
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
+            loop.call_soon_threadsafe(self._progressed.set)
 
     def connect_again(self) -> None:
         """Connect anew, so that the coordinator gets this rank's Hello as it is now. Calls wait for that. Never blocks."""
@@ -309,8 +292,6 @@ class CoordinatorConnection(Closeable):
                 asked.cancel()
             if not self._first.over.is_set:
                 self._first.fail(Aborted(f"the link of {self._name} was closed while it connected"))
-            if self._progress_task is not None:
-                self._progress_task.cancel()
             if self._returning is not None:
                 self._returning.cancel()
             self._ended.set()
@@ -356,7 +337,7 @@ class CoordinatorConnection(Closeable):
             self._tell(f"rounds leave this rank out: {welcome.refusal}")
             return
         await hang_up(socket, CloseCode.NORMAL_CLOSURE, "its process closed it")
-        raise from_wire(*welcome.refusal.split(": ", 1))
+        raise errors.from_wire(*welcome.refusal.split(": ", 1))
 
     def _note(self, trouble: str) -> None:
         if trouble != self._trouble:  # once, not at every attempt
@@ -371,9 +352,10 @@ class CoordinatorConnection(Closeable):
                 raise ConnectionLost(f"the coordinator at {self._settings.coordinator} is gone: {error}") from None
 
         calls = Calls(send, self._dispatch, on_notice=self._tell, on_answer=self.on_answer)
+        reporting = asyncio.ensure_future(self._report_progress(send))
         reason = "the link was closed"
         try:
-            self._calls, self._send, self._socket, self._trouble = calls, send, socket, ""
+            self._calls, self._socket, self._trouble = calls, socket, ""
             self._credential = Secret(welcome.credential) if welcome.credential else None
             self._connected.set()
             if self._on_welcome is not None:
@@ -386,7 +368,8 @@ class CoordinatorConnection(Closeable):
             reason = await self._read(socket, calls)
         finally:
             self._connected.clear()
-            self._calls = self._send = self._socket = None
+            self._calls = self._socket = None
+            reporting.cancel()
             lost = f"the connection to the coordinator at {self._settings.coordinator} ended: {reason}"
             calls.close(ConnectionLost(lost))
             leaves = CloseCode.NORMAL_CLOSURE, "its process closed it"
@@ -418,7 +401,7 @@ class CoordinatorConnection(Closeable):
             await hang_up(socket, CloseCode.PROTOCOL_ERROR, str(error)[:100])
             return str(error)
         except ConnectionClosed as error:
-            return readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
+            return errors.readable(error.rcvd.reason) if error.rcvd and error.rcvd.reason else str(error)
 
     async def _dispatch(self, body: Body, timeout: float) -> Body:
         call, what = self._receive(body), type(body).__name__
@@ -483,26 +466,20 @@ class CoordinatorConnection(Closeable):
     def _tell_waiting(self) -> None:
         self._tell(f"waiting for the coordinator at {self._settings.coordinator} ({self._trouble})")
 
-    def _schedule_progress(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(max(0.0, self._progress_sent + _PROGRESS_SECONDS - loop.time()), self._start_progress)
+    async def _report_progress(self, send: Callable[[Frame], Awaitable[None]]) -> None:
+        """Send the newest count whenever there is one, but not what came before this connection.
 
-    def _start_progress(self) -> None:
-        if not self._ended.is_set:  # else nothing would cancel it, and the loop may stop before its first step
-            self._progress_task = asyncio.ensure_future(self._send_progress())
-
-    async def _send_progress(self) -> None:
-        """Send the newest count. The next report may start only afterwards, so a slow socket gets fewer of them."""
-        self._progress_sent = asyncio.get_running_loop().time()
-        with self._progress_lock:
-            nbytes = self._progress_bytes
-        try:
-            if self._send is not None:
+        The next report may start only after the last, so a slow socket gets fewer of them.
+        """
+        self._progressed.clear()
+        self._progress_due = False
+        while True:
+            await self._progressed.wait()
+            self._progressed.clear()
+            self._progress_due = False  # before the count is read: one that comes from now on is reported again
+            try:
                 async with asyncio.timeout(self._settings.timeouts.heartbeat):
-                    await self._send(Progress(nbytes))
-        except (PeerLost, TimeoutError) as error:
-            _log.debug("%s: progress was not reported: %s", self._name, error)
-        with self._progress_lock:
-            self._progress_due = newer = self._progress_bytes != nbytes  # it came while this was being sent
-        if newer:
-            self._schedule_progress()
+                    await send(Progress(self._progress_bytes))
+            except (PeerLost, TimeoutError) as error:
+                _log.debug("%s: progress was not reported: %s", self._name, error)
+            await asyncio.sleep(_PROGRESS_SECONDS)

@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 
 from weightsync.model.version import Version
-from weightsync.protocol.fields import Epoch, Many, Number
-from weightsync.protocol.update_messages import Message
+from weightsync.protocol.fields import Epoch, Many, Message, Number
 
 
 class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,25 +22,10 @@ from websockets.frames import CloseCode
 from websockets.http11 import USER_AGENT
 from websockets.typing import Subprotocol
 
+from weightsync import errors
 from weightsync.config import ClientSettings, Secret
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    CoordinatorUnreachable,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-)
-from weightsync.protocol.endpoint import (
-    AGENTS_PATH,
-    FRAME_LIMIT_HEADER,
-    SUBPROTOCOL,
-    TRANSIENT_STATUS,
-    no_challenge,
-    reason,
-    tls_context,
-    unreachable,
-)
+from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, ProtocolError, WeightSyncError
+from weightsync.protocol import endpoint
 from weightsync.protocol.messages import Hello, Refused, Welcome, decode, encode
 from weightsync.protocol.proof import Claimant
 from weightsync.protocol.tokens import secret_of
@@ -78,7 +63,7 @@ class _ProvingConnection(ClientConnection):
             self._claimant.accept(body)
         except ProtocolError as error:
             raise ConfigurationError(str(error)) from None
-        proof, _ = self._claimant.authorization(f"GET {AGENTS_PATH}")  # the answer comes over the same connection
+        proof, _ = self._claimant.authorization(f"GET {endpoint.AGENTS_PATH}")  # the answer comes over the same connection
         await super().handshake({**dict(additional_headers or {}), "Authorization": proof}, user_agent_header)
 
     def data_received(self, data: bytes) -> None:
@@ -142,16 +127,16 @@ class _Asking:
             if data:
                 self._fail(ConfigurationError(f"what answers at {where} is not a weightsync coordinator: {error}"))
         if not data and not self.answer.done():
-            self._fail(CoordinatorUnreachable(unreachable(self._settings, "the connection ended before a challenge came")))
+            self._fail(CoordinatorUnreachable(endpoint.unreachable(self._settings, "the connection ended before a challenge came")))
 
     def _end(self) -> None:
         if self._status == HTTPStatus.OK:
             self.answer.set_result(bytes(self._body))
-        elif self._status in TRANSIENT_STATUS:
+        elif self._status in endpoint.TRANSIENT_STATUS:
             text = bytes(self._body).decode("utf-8", "replace")[:500]
-            self._fail(CoordinatorUnreachable(unreachable(self._settings, f"HTTP {self._status}: {text}")))
+            self._fail(CoordinatorUnreachable(endpoint.unreachable(self._settings, f"HTTP {self._status}: {text}")))
         else:
-            self._fail(ConfigurationError(no_challenge(self._settings, self._status)))
+            self._fail(ConfigurationError(endpoint.no_challenge(self._settings, self._status)))
 
     def _fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -183,7 +168,7 @@ async def dial(settings: ClientSettings, hello: Hello, timeout: float) -> tuple[
                     await hang_up(socket)
                 raise
     except TimeoutError:
-        raise CoordinatorUnreachable(unreachable(settings, f"no answer within {timeout:.3g} s")) from None
+        raise CoordinatorUnreachable(endpoint.unreachable(settings, f"no answer within {timeout:.3g} s")) from None
 
 
 async def hang_up(socket: ClientConnection, code: int = CloseCode.NORMAL_CLOSURE, why: str = "") -> None:
@@ -198,10 +183,10 @@ async def hang_up(socket: ClientConnection, code: int = CloseCode.NORMAL_CLOSURE
 async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection:
     try:
         return await connect(
-            settings.coordinator.websocket + AGENTS_PATH,
+            settings.coordinator.websocket + endpoint.AGENTS_PATH,
             create_connection=proving_connection(settings, secret_of(settings)),
-            subprotocols=[Subprotocol(SUBPROTOCOL)],
-            ssl=tls_context(settings),
+            subprotocols=[Subprotocol(endpoint.SUBPROTOCOL)],
+            ssl=endpoint.tls_context(settings),
             proxy=None,
             compression=None,
             logger=_wire_log,
@@ -218,13 +203,13 @@ async def _connect(settings: ClientSettings, timeout: float) -> ClientConnection
             f"the certificate of {settings.coordinator} is not trusted: {error.verify_message}; give its CA by WEIGHTSYNC_CA_FILE"
         ) from None
     except NegotiationError as error:
-        raise ConfigurationError(f"{settings.coordinator} does not speak {SUBPROTOCOL}: {error}") from None
+        raise ConfigurationError(f"{settings.coordinator} does not speak {endpoint.SUBPROTOCOL}: {error}") from None
     except (InvalidHandshake, InvalidURI, ssl.SSLError) as error:
         if isinstance(error.__cause__, EOFError | OSError):  # gone in the middle of the handshake
-            raise CoordinatorUnreachable(unreachable(settings, error)) from None
+            raise CoordinatorUnreachable(endpoint.unreachable(settings, error)) from None
         raise ConfigurationError(f"what answers at {settings.coordinator} is not a weightsync coordinator: {error}") from None
     except OSError as error:
-        raise CoordinatorUnreachable(unreachable(settings, reason(error))) from None
+        raise CoordinatorUnreachable(endpoint.unreachable(settings, endpoint.reason(error))) from None
 
 
 def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
@@ -236,17 +221,17 @@ def _denied(settings: ClientSettings, error: InvalidStatus) -> WeightSyncError:
             "WEIGHTSYNC_TOKEN_FILE to the one that it was started with; one that it generated is found only by the same user "
             "on the same machine"
         )
-    if status in TRANSIENT_STATUS:
-        return CoordinatorUnreachable(unreachable(settings, f"HTTP {status}: {text}"))
+    if status in endpoint.TRANSIENT_STATUS:
+        return CoordinatorUnreachable(endpoint.unreachable(settings, f"HTTP {status}: {text}"))
     return ConfigurationError(f"the server at {settings.coordinator} did not accept a weightsync agent: HTTP {status}: {text}")
 
 
 async def _greet(settings: ClientSettings, socket: ClientConnection, hello: Hello) -> Welcome:
     try:
-        if socket.subprotocol != SUBPROTOCOL:
-            raise ConfigurationError(f"what answers at {settings.coordinator} does not speak {SUBPROTOCOL}")
+        if socket.subprotocol != endpoint.SUBPROTOCOL:
+            raise ConfigurationError(f"what answers at {settings.coordinator} does not speak {endpoint.SUBPROTOCOL}")
         data = encode(hello)
-        limit = socket.response.headers.get(FRAME_LIMIT_HEADER, "") if socket.response is not None else ""
+        limit = socket.response.headers.get(endpoint.FRAME_LIMIT_HEADER, "") if socket.response is not None else ""
         if limit.isdigit() and len(data) > int(limit):
             raise ConfigurationError(
                 f"the Hello of {hello.name}/{hello.rank} has {len(data):,} bytes, and the coordinator at {settings.coordinator} "
@@ -255,10 +240,10 @@ async def _greet(settings: ClientSettings, socket: ClientConnection, hello: Hell
         await socket.send(data)
         answer = await socket.recv()
     except ConnectionClosed as error:
-        raise CoordinatorUnreachable(unreachable(settings, f"the connection ended after our Hello: {error}")) from None
+        raise CoordinatorUnreachable(endpoint.unreachable(settings, f"the connection ended after our Hello: {error}")) from None
     frame = decode(answer) if isinstance(answer, bytes) else None
     if isinstance(frame, Refused):
-        raise from_wire(frame.kind, frame.message)
+        raise errors.from_wire(frame.kind, frame.message)
     if not isinstance(frame, Welcome):
         raise ProtocolError(f"the coordinator at {settings.coordinator} answered our Hello with a {type(frame).__name__}")
     return frame

@@ -1,4 +1,4 @@
-"""Bounds of the fields of messages, each written once."""
+"""Base of all messages, and bounds of their fields, each written once."""
 
 from __future__ import annotations
 
@@ -18,3 +18,7 @@ Member = Annotated[str, msgspec.Meta(max_length=220)]
 """A name and the number of a rank."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 """Text as long as an error message may be (:func:`weightsync.errors.readable`)."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all messages: immutable, tagged with the class name, strict."""

@@ -9,9 +9,8 @@ import msgspec
 from weightsync.model.lora import AdapterSpec
 from weightsync.model.manifest import TensorSpec
 from weightsync.model.version import Version
-from weightsync.protocol.fields import Many, Number
+from weightsync.protocol.fields import Many, Message, Number
 from weightsync.protocol.plan_messages import PlanSlice
-from weightsync.protocol.update_messages import Message
 
 AdapterName = Annotated[str, msgspec.Meta(max_length=129)]
 

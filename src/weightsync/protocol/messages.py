@@ -22,11 +22,11 @@ from weightsync.model.result import ReplicaResult, RoundResult
 from weightsync.model.version import FIRST_EPOCH, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.delta_messages import ChangedWords, DeltaMessage, Revert, Stage, Staged
-from weightsync.protocol.fields import Epoch, Few, Many, Member, Name, Number, Step, Text
+from weightsync.protocol.fields import Epoch, Few, Many, Member, Message, Name, Number, Step, Text
 from weightsync.protocol.lora_messages import AdapterName, HeldLora, LoraMessage
 from weightsync.protocol.plan_messages import Host, Memory, Offer, PieceColumns, PlanSlice, Reach, SourceAddress, Traits
 from weightsync.protocol.store_messages import StoreMessage
-from weightsync.protocol.update_messages import Message, UpdateMessage
+from weightsync.protocol.update_messages import UpdateMessage
 from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [

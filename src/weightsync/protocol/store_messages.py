@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 
 from weightsync.model.stored import StoredObject
-from weightsync.protocol.fields import Epoch, Number, Step
-from weightsync.protocol.update_messages import Message
+from weightsync.protocol.fields import Epoch, Message, Number, Step
 
 STORE = "store"
 """Scheme of the offers of stored versions, and the name of the store as a source."""

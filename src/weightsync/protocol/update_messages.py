@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
 from weightsync.model.manifest import TensorSpec
-from weightsync.protocol.fields import Few, Many, Name, Number, Text
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all messages: immutable, tagged with the class name, strict."""
+from weightsync.protocol.fields import Few, Many, Message, Name, Number, Text
 
 
 class Describe(Message, frozen=True):

@@ -6,14 +6,35 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.closing import OnFailure
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, PeerLost, WeightSyncError
-from weightsync.ray.places import RankPlace
+
+
+@dataclass(frozen=True)
+class Access:
+    """URL and token of the coordinator."""
+
+    url: str
+    token: str | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Rank of an actor, in the trainer (``replica`` is ``None``) or in a replica."""
+
+    replica: str | None
+    rank: int
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{'the trainer' if self.replica is None else f'replica {self.replica!r}'}, rank {self.rank}"
 
 
 def handles(workers: object) -> tuple[Any, ...]:
@@ -85,13 +106,7 @@ class ActorCalls:
     async def join(self, timeout: float) -> list[Any]:
         """Do the same on an event loop. Cancellation withdraws calls that have not started; started calls run on."""
         with OnFailure(self._withdraw):
-            futures = [asyncio.wrap_future(future) for _, _, future in self._calls]
-            for future in futures:  # retrieve every result, so that asyncio does not warn
-                future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            _, others = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-            if others:
-                await asyncio.wait(others, timeout=_OTHERS)
-            return self._results(timeout)
+            return await asyncio.wrap_future(in_daemon_thread(lambda: self.wait(timeout), "weightsync-actors"))
 
     def _results(self, timeout: float) -> list[Any]:
         errors = [

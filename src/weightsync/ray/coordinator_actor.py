@@ -12,7 +12,7 @@ import ray
 from weightsync.config import Address, Secret, SecretKind, ServerSettings, runtime_directory
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.tokens import TokenFile, find_token, generate
-from weightsync.ray.places import Access
+from weightsync.ray.actor_calls import Access
 from weightsync.server.server import BackgroundServer
 
 _KEPT: tuple[SecretKind, ...] = ("token", "operator")

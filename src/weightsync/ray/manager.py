@@ -34,9 +34,8 @@ from weightsync.errors import ConfigurationError, CoordinatorUnreachable, Member
 from weightsync.forks import Origin
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import TokenFile, secret_of
-from weightsync.ray.actor_calls import ActorCalls, call, handles
+from weightsync.ray.actor_calls import Access, ActorCalls, call, handles
 from weightsync.ray.coordinator_actor import cluster_settings, with_token
-from weightsync.ray.places import Access
 from weightsync.ray.rejoining import ActorGroup, Rejoining, is_joined, leave, publish
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer

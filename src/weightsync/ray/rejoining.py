@@ -26,8 +26,7 @@ from weightsync.engine.engine import Engine
 from weightsync.errors import AuthenticationError, MembershipError
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import RoundResult
-from weightsync.ray.actor_calls import as_own_error, call
-from weightsync.ray.places import Access, RankPlace
+from weightsync.ray.actor_calls import Access, RankPlace, as_own_error, call
 from weightsync.server.watch import Watch
 from weightsync.trainer.trainer import Trainer
 

@@ -12,6 +12,7 @@ import socket
 from asyncio import StreamReader, StreamReaderProtocol, StreamWriter
 from collections import Counter
 from ssl import SSLContext
+from typing import cast
 
 from starlette.types import ASGIApp
 
@@ -118,9 +119,7 @@ class AcceptLimiter:
             )
         except OSError:  # also what a failed handshake is
             return
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a connection is served by a task")
+        task = cast("asyncio.Task[None]", asyncio.current_task())  # that of _ready()
         self._handshakes.pop(task, None)
         writer = StreamWriter(transport, protocol, reader, self._loop)
         connection = self._serving[task] = HttpConnection(self._app, self._settings, reader, writer)

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -64,9 +64,7 @@ class AgentSockets:
             message = f"{self._limited[adapters]} agents with the token for {adapters} are connected already"
             await socket.send_denial_response(problem(HTTPStatus.SERVICE_UNAVAILABLE, "MembershipError", message))
             return
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a connection is served by a task")
+        task = cast("asyncio.Task[None]", asyncio.current_task())  # every connection is served by one
         self._connections[task] = socket
         self._limited[adapters] += 1
         try:

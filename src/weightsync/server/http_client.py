@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from weightsync.protocol.tokens import secret_of
 from weightsync.server.problems import Problem
 
 T = TypeVar("T")
+_Flow = Generator[httpx.Request, httpx.Response, None]
 _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 _TRUSTED_SECONDS = 2.0
@@ -92,29 +93,15 @@ class _Presenting(httpx.Auth):
         self._claimant: Claimant | None = None
         self._proved_at: float | None = None
 
-    def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+    def sync_auth_flow(self, request: httpx.Request) -> _Flow:
         """See :class:`httpx.Auth`."""
-        flow = self._flow(request)
-        asked = next(flow)
-        with suppress(StopIteration):
-            while True:
-                answer = yield asked
-                if asked is not request:
-                    answer.read()
-                asked = flow.send(answer)
+        return _OneRequest(self._flow).sync_auth_flow(request)
 
-    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
+    def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """See :class:`httpx.Auth`."""
-        flow = self._flow(request)
-        asked = next(flow)
-        with suppress(StopIteration):
-            while True:
-                answer = yield asked
-                if asked is not request:
-                    await answer.aread()
-                asked = flow.send(answer)
+        return _OneRequest(self._flow).async_auth_flow(request)
 
-    def _flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+    def _flow(self, request: httpx.Request) -> _Flow:
         """Challenges, whose answers are read, and ``request`` itself, whose answer may be a stream."""
         while True:
             claimant, fresh = self._held(), False
@@ -161,6 +148,22 @@ class _Presenting(httpx.Auth):
                 raise httpx.ConnectError(str(error), request=request) from error
             raise
         self._claimant, self._proved_at = claimant, time.monotonic()
+
+
+class _OneRequest(httpx.Auth):
+    """The flow of one request: httpx reads the answers to challenges, and not that to the request, which may be a stream."""
+
+    def __init__(self, flow: Callable[[httpx.Request], _Flow]) -> None:
+        self._flow = flow
+
+    def auth_flow(self, request: httpx.Request) -> _Flow:
+        """See :class:`httpx.Auth`, which looks at ``requires_response_body`` after each answer."""
+        flow = self._flow(request)
+        asked = next(flow)
+        with suppress(StopIteration):
+            while True:
+                self.requires_response_body = asked is not request
+                asked = flow.send((yield asked))
 
 
 def event_timeout(settings: ClientSettings) -> httpx.Timeout:

@@ -24,6 +24,7 @@ from weightsync.errors import ProtocolError, readable
 from weightsync.model import Version
 from weightsync.protocol.endpoint import reason
 from weightsync.protocol.messages import decoding
+from weightsync.protocol.tokens import bearer
 from weightsync.server.http_client import Backoff
 
 _log = logging.getLogger(__name__)
@@ -126,9 +127,7 @@ class Routers:
 
     def __init__(self, coordinator: Coordinator, settings: ServerSettings) -> None:
         self._coordinator, self._drain, self._heartbeat = coordinator, coordinator.settings.drain, settings.heartbeat
-        headers = {"Content-Type": "application/json"}
-        if settings.router_token is not None:
-            headers["Authorization"] = f"Bearer {settings.router_token.reveal()}"
+        headers = {"Content-Type": "application/json"} | bearer(settings.router_token)
         self._client = httpx.AsyncClient(headers=headers, timeout=_ATTEMPT_SECONDS, trust_env=False)
         self._told = []
         for name in settings.routers:

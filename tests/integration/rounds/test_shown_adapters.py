@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.integration.rounds.test_adapters import Made, made
 
-from weightsync.cli.replicas import list_replicas
+from weightsync.cli.status import list_replicas
 from weightsync.config import ClientSettings, Secret
 from weightsync.server.metrics import CoordinatorMetrics
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weightsync.errors import WeightSyncError
 from weightsync.integrations.trl import WeightTransfer
-from weightsync.integrations.trl.transfer import _unmerged
+from weightsync.integrations.trl.transfer import _synchronize
 
 SECONDS = 20.0
 
@@ -32,7 +32,7 @@ def update(rank: int, store: str, coordinator: str, own: bool) -> str:
         merged=False,
     )
     try:
-        _unmerged(merging)(trainer, 0.0)
+        _synchronize(merging, trainer, 0.0)
     except WeightSyncError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -246,8 +246,27 @@ async def test_an_error_of_a_signal_handler_is_not_taken_for_a_closed_link(rank:
         rank.link._loop = None
 
 
-async def test_progress_that_falls_due_after_the_end_begins_nothing(rank: Rank) -> None:
-    """The loop of all links may stop before its first step: a coroutine that was never awaited."""
-    rank.link._ended.set()
-    rank.link._start_progress()
-    assert rank.link._progress_task is None
+async def test_the_newest_progress_of_a_connection_is_reported_a_few_times_a_second(rank: Rank) -> None:
+    link, sent = rank.link, list[int]()
+    last = asyncio.Event()
+
+    async def send(frame: Any) -> None:
+        sent.append(frame.nbytes)
+        if frame.nbytes == 53:
+            last.set()
+
+    link._loop = asyncio.get_running_loop()
+    link.progress(1)  # of an earlier connection
+    await asyncio.sleep(0)
+    reporting = asyncio.ensure_future(link._report_progress(send))
+    try:
+        await asyncio.sleep(0)
+        await asyncio.to_thread(link.progress, 2)
+        for nbytes in range(3, 54):
+            link.progress(nbytes)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(last.wait(), SECONDS)
+        assert 1 not in sent and len(sent) <= 4
+    finally:
+        reporting.cancel()
+        link._loop = None

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
@@ -22,41 +22,21 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Scheduler(Protocol):
-    """The part of ``sglang.srt.managers.scheduler.Scheduler`` that is used here."""
-
-    _engine_paused: bool
-    weight_updater: Any
-    """SGLang's ``SchedulerWeightUpdaterManager``."""
-    grammar_manager: Any
-
-    def is_fully_idle(self) -> bool:
-        """Return whether no request is running or queued."""
-
-    def flush_cache(self, empty_cache: bool = True) -> bool:
-        """Drop all keys and values, unless requests run. Returns whether that succeeded."""
-
-    def record_weight_version_change(self, new_version: str) -> None:
-        """Set the label of the weights."""
+Scheduler: TypeAlias = Any
+"""``sglang.srt.managers.scheduler.Scheduler``. :data:`weightsync.releases.RELEASES` lists the methods that are needed of it."""
 
 
-class EmbeddingCache(Protocol):
-    """SGLang's cache of what the model's vision or audio part computed, which ``flush_cache`` leaves as it is."""
-
-    def clear(self) -> None:
-        """Drop all embeddings."""
-
-
-def drop_caches(scheduler: Scheduler, embeddings: EmbeddingCache | None) -> bool:
+def drop_caches(scheduler: Scheduler, embeddings: Any) -> bool:  # noqa: ANN401 - SGLang's embedding cache, or None
     """Drop all keys, values and embeddings of a paused ``scheduler``, on its thread. Returns whether that succeeded.
 
+    ``embeddings`` are what the model's vision or audio part computed, which ``flush_cache`` leaves as it is.
     SGLang refuses while grammars are compiled. The requests that wait for them have no keys and values, and a paused scheduler does
     not go on with them, so they are set aside.
     """
     grammars = scheduler.grammar_manager
     waiting, grammars.grammar_queue = grammars.grammar_queue, []
     try:
-        dropped = scheduler.flush_cache(empty_cache=False)
+        dropped = bool(scheduler.flush_cache(empty_cache=False))
     finally:
         grammars.grammar_queue = waiting
     if embeddings is not None:

@@ -51,7 +51,7 @@ class VllmWorkerAdapter(StagedAdapter):
         self.has_draft = draft_prefix is not None
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
-        self.lora_versions = self._worker_loras = loras
+        self.lora_versions = loras
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """On rank 0, pause the engine and remove its label."""
@@ -92,12 +92,7 @@ class VllmWorkerAdapter(StagedAdapter):
             self._controls.label(str(self._version), COMMIT_SECONDS)
             self._controls.resume(COMMIT_SECONDS)
 
-    # The following run on the worker's thread.
-
-    def forget_lora(self, label: str, number: int) -> None:
-        """Free a version that vLLM has taken under the id ``number`` (0: that it has not taken)."""
-        if self._worker_loras is not None:
-            self._worker_loras.forget(label, number)
+    # On the worker's thread.
 
     def loaded(self, *, draft: bool = False) -> None:
         """Report that the worker has loaded the staged tensors into its model, or into its ``draft`` model."""

@@ -6,16 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from weightsync.closing import Closeable
 from weightsync.config import ClientSettings
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.engines.vllm.controls import INSTALL, HttpControls
 from weightsync.engines.vllm.local_controls import ControlsServer
-from weightsync.engines.vllm.protocols import AsyncEngine, OfflineLLM
 from weightsync.engines.vllm.served_loras import ServedLoras, served_loras
-from weightsync.errors import ConfigurationError, DeadlineExceeded, as_load_error
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, as_load_error
 from weightsync.model import PauseMode
 from weightsync.protocol.messages import Delivery
 
@@ -26,8 +25,41 @@ _LOADING = "vLLM could not load the staged weights"
 T = TypeVar("T")
 
 
+class OfflineLLM(Protocol):
+    """``vllm.LLM``, reduced to the methods that weightsync calls."""
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop cached keys and values. Returns whether all were dropped."""
+
+
+class AsyncEngine(Protocol):
+    """``vllm.v1.engine.async_llm.AsyncLLM``, reduced in the same way."""
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker."""
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Pause generation."""
+
+    async def resume_generation(self) -> None:
+        """Resume generation."""
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Drop cached keys and values. Returns whether all were dropped."""
+
+
 class _Gate:
-    """Exclusive access to a ``vllm.LLM``, which is not thread-safe: either its user generates, or a round updates it."""
+    """Exclusive access to a ``vllm.LLM``, or an ``LLMEngine`` held weakly: either its user generates, or a round updates it.
+
+    Neither is thread-safe.
+    """
 
     def __init__(self, llm: OfflineLLM) -> None:
         self._llm = llm
@@ -60,6 +92,8 @@ class _Gate:
             raise DeadlineExceeded(f"an earlier call of vLLM was still running after {timeout:.3g} s")
         try:
             return work()
+        except ReferenceError:
+            raise Aborted("this vLLM engine was deleted") from None
         finally:
             self._calls.release()
 
@@ -77,9 +111,13 @@ class _Gate:
         return bool(self._call(lambda: self._llm.reset_prefix_cache(True, True), timeout))
 
     def label(self, version: str, timeout: float) -> None:
-        label = getattr(self._llm, "update_weight_version", None)  # vLLM 0.25 has no labels for weights
-        if label is not None:
-            self._call(lambda: label(version), timeout)
+        def relabel() -> None:
+            # It has another name in an LLMEngine, and vLLM 0.25 has no labels for weights.
+            label = getattr(self._llm, "update_weight_version", None) or getattr(self._llm, "set_weight_version", None)
+            if label is not None:
+                label(version)
+
+        self._call(relabel, timeout)
         self.version = None if version == UNLABELLED else version
 
     def resume(self, timeout: float) -> None:

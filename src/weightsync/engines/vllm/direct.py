@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept, process_layers
-from weightsync.engines.vllm.protocols import ModelConfig
 
-
-class VllmConfig(Protocol):
-    """The part of ``vllm.config.VllmConfig`` that matters for direct delivery."""
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """Model settings, with the quantization method."""
-
-    @property
-    def lora_config(self) -> object | None:
-        """LoRA settings; ``None`` if LoRA is disabled."""
+VllmConfig: TypeAlias = Any
+"""``vllm.config.VllmConfig``. Its ``lora_config`` is ``None`` if LoRA is disabled."""
 
 
 def why_streamed(config: VllmConfig, device: torch.device) -> str | None:

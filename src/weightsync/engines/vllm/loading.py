@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TypeAlias
 
 import torch
 
-from weightsync.engines.vllm.protocols import ModelConfig, UpdatedWorker
 from weightsync.errors import LoadError, few
 
 _REQUANTIZED = 1 << 25  # elements at a time; vLLM takes about 20 bytes for each
 _E4M3_224, _E4M3_448 = 0x76, 0x7E
+
+ModelConfig: TypeAlias = Any
+"""``vllm.config.ModelConfig``. Its ``quantization`` is ``None`` if the model is not quantized."""
 
 
 def install(
@@ -78,11 +80,11 @@ def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Ite
         log.setLevel(level)
 
 
-def load_in_sessions(worker: UpdatedWorker, *, draft: bool) -> None:
+def load_in_sessions(worker: Any, *, draft: bool) -> None:  # noqa: ANN401 - vLLM's
     """Let ``worker`` load its staged weights in a session, and those of its draft model in a session before it.
 
     The draft model comes first, so that shared layers (such as an embedding that was equal at the start) end with the main
-    model's weights. A session that was left open is closed first.
+    model's weights. A session that was left open is closed first. If ``update_weights`` fails, its session has ended.
 
     Args:
         worker: The worker.
@@ -109,32 +111,33 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
     layers = list(model.modules())
-    tables = [table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)]
-    before = [dict[str, Any](table) for table in tables]
     unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     try:
-        for layer in layers:
-            restore_layer_on_meta(layer, get_layerwise_info(layer))
-        yield
+        with _restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
+            for layer in layers:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+            yield
     finally:
-        for table, held in zip(tables, before, strict=True):
-            table.clear()
-            table.update(held)
         for layer, names in zip(layers, unsaved, strict=True):
             layer._non_persistent_buffers_set = names
 
 
 @contextmanager
-def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
-    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    kept = [(method, dict(vars(method))) for method in methods if method is not None]
+def _restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Put back what the tables held, in themselves."""
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for method, held in kept:
-            vars(method).clear()
-            vars(method).update(held)
+        for table, held in before:
+            table.clear()
+            table.update(held)
+
+
+def kernels_kept(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return _restored(vars(method) for method in methods if method is not None)
 
 
 def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's

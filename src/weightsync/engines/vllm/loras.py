@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from weightsync.engines.staged_adapter import COMMIT_SECONDS
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.engines.vllm.lora_slots import LoraSlotLayout
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError, LoadError, WeightSyncError
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, adapter_label, check_extents, lora_modules
@@ -81,7 +82,7 @@ class WorkerLoras:
         """Of the adapter that was checked last, which is staged next."""
         setattr(manager, _OWN, self)
         manager.activate_adapter = self._activate
-        _follow_loading()
+        wrap_once(WorkerLoRAManager, "_load_adapter", _load)
 
     def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
         """See :meth:`EngineAdapter.check_lora`."""
@@ -257,17 +258,9 @@ def _check_extents(adapter: str, module: LoraModule, layer: Any, index: int, cou
     check_extents(adapter, module, output if exact else min(output, module.b.shape[0]), inputs, most)
 
 
-def _follow_loading() -> None:
-    """Let vLLM's manager take our versions from memory. Idempotent."""
-    made = WorkerLoRAManager._load_adapter
-    if hasattr(made, "__wrapped__"):
-        return
-
-    @wraps(made)
-    def load(self: Any, lora_request: Any) -> LoRAModel:  # noqa: ANN401 - vLLM's
-        own = getattr(self._adapter_manager, _OWN, None)
-        if own is None or not lora_request.lora_path.startswith(LORA_PATH):
-            return made(self, lora_request)
-        return own.take(lora_request.lora_name, lora_request.lora_int_id)
-
-    WorkerLoRAManager._load_adapter = load
+def _load(load: Any, manager: Any, lora_request: Any) -> LoRAModel:  # noqa: ANN401 - vLLM's
+    """Let vLLM's manager take our versions from memory."""
+    own = getattr(manager._adapter_manager, _OWN, None)
+    if own is None or not lora_request.lora_path.startswith(LORA_PATH):
+        return load(manager, lora_request)
+    return own.take(lora_request.lora_name, lora_request.lora_int_id)

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from weightsync.config import variable
@@ -27,7 +26,8 @@ from weightsync.engines.vllm.awaiting import coordinator_answers
 from weightsync.engines.vllm.controls import DROP_LORA, INSTALL
 from weightsync.engines.vllm.served_loras import follow_models, served_loras
 from weightsync.engines.vllm.versioned_server import add_to_servers, keep_label, uses_backend
-from weightsync.errors import Aborted, ConfigurationError
+from weightsync.engines.wrapped_methods import wrap_once
+from weightsync.errors import ConfigurationError
 from weightsync.releases import JOINING_ASYNC, JOINING_OFFLINE, check_interface
 
 _OWN = "_weightsync"
@@ -56,37 +56,11 @@ def add_install_method(worker_kind: type[Any], backend: type[Any]) -> None:
     setattr(worker_kind, DROP_LORA, drop_lora)
 
 
-class _Offline:
-    """The methods of ``vllm.LLM`` that joining needs, on an ``LLMEngine``, held by a weak reference."""
-
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self._engine = weakref.ref(engine)
-
-    def _live_engine(self) -> Any:  # noqa: ANN401 - vLLM's
-        engine = self._engine()
-        if engine is None:
-            raise Aborted("this vLLM engine was deleted")
-        return engine
-
-    def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> list[Any]:
-        return list(self._live_engine().collective_rpc(method, timeout, args, kwargs))
-
-    def update_weight_version(self, new_version: str) -> None:
-        label = getattr(self._live_engine(), "set_weight_version", None)  # vLLM 0.25 has no labels for weights
-        if label is not None:
-            label(new_version)
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return bool(self._live_engine().reset_prefix_cache(reset_running_requests, reset_connector))
-
-
 class _BusyGuard:
     """Blocks rounds while an ``LLMEngine`` has unfinished requests."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self._attached = attach(_Offline(engine), _replica())
+        self._attached = attach(weakref.proxy(engine), _replica())
         self._lock = threading.Lock()
         self._held: ExitStack | None = None
 
@@ -105,40 +79,32 @@ class _BusyGuard:
 
 
 def _follow_offline(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
-    made, taken = kind.__init__, kind.add_request
-
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def init(made: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
         if uses_backend(self.vllm_config):
             setattr(self, _OWN, _BusyGuard(self))
 
-    @functools.wraps(taken)
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def ending(work: Any, self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        try:
+            return work(self, *args, **kwargs)
+        finally:
+            guard = getattr(self, _OWN, None)
+            if guard is not None and not self.has_unfinished_requests():
+                guard.end()
+
+    def beginning(work: Any, self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         guard = getattr(self, _OWN, None)
         if guard is not None:
             guard.begin()
-        return taken(self, *args, **kwargs)
+        return work(self, *args, **kwargs)
 
-    def ending(work: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(work)
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-            try:
-                return work(self, *args, **kwargs)
-            finally:
-                guard = getattr(self, _OWN, None)
-                if guard is not None and not self.has_unfinished_requests():
-                    guard.end()
-
-        return wrapped
-
-    kind.__init__, kind.add_request = init, ending(add_request)
-    kind.step, kind.abort_request = ending(kind.step), ending(kind.abort_request)
+    wrap_once(kind, "__init__", init)
+    wrap_once(kind, "add_request", lambda work, *args, **kwargs: ending(partial(beginning, work), *args, **kwargs))
+    wrap_once(kind, "step", ending)
+    wrap_once(kind, "abort_request", ending)
 
 
 def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
-    made = kind.__init__
-
     async def join(reference: weakref.ref[Any]) -> None:
         try:
             await coordinator_answers()
@@ -155,8 +121,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
             return
         _log.info("weightsync: joined %s as %s", variable("WEIGHTSYNC_COORDINATOR"), _replica())
 
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def init(made: Any, self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, *args, **kwargs)
         if not uses_backend(self.vllm_config):
             return
@@ -173,7 +138,7 @@ def _follow_async(kind: Any) -> None:  # noqa: ANN401 - vLLM's class
         add_to_servers()
         setattr(self, _OWN, loop.create_task(join(weakref.ref(self)), name="weightsync-join"))
 
-    kind.__init__ = init
+    wrap_once(kind, "__init__", init)
     keep_label(kind)
 
 
@@ -187,7 +152,5 @@ def follow_engines() -> None:
             check_interface("vllm", purpose)
         except ConfigurationError as error:
             _log.error("weightsync: %s", error)
-            continue
-        if not kind.__dict__.get("_weightsync_followed", False):
+        else:
             follow(kind)
-            kind._weightsync_followed = True

@@ -20,14 +20,7 @@ import torch
 from weightsync.config import update_networks
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.errors import ConfigurationError, LoadError, MembershipError
-from weightsync.external.checks import (
-    check_address,
-    check_bucket,
-    check_digests,
-    check_group,
-    check_networks,
-    check_tensors,
-)
+from weightsync.external import checks
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
 from weightsync.protocol.messages import Pause
@@ -72,11 +65,11 @@ class PushedUpdates:
             MembershipError: The group exists already.
         """
         request, networks = _converted(init_info, _Join), update_networks()
-        check_networks(networks)
-        check_address(request.master_address, networks)
+        checks.check_networks(networks)
+        checks.check_address(request.master_address, networks)
         if request.tensors is not None:  # compare before the engine is paused
-            check_tensors(request.tensors, self._rank.manifest, partial=False)
-        check_group(request, self._rank.rank + 1, (), self._rank.backends)
+            checks.check_tensors(request.tensors, self._rank.manifest, partial=False)
+        checks.check_group(request, self._rank.rank + 1, (), self._rank.backends)
         try:
             self._rank.answer(request.message(), request.timeout or _JOIN_SECONDS)
         except MembershipError as error:
@@ -106,7 +99,7 @@ class PushedUpdates:
             self._loaded = True
             return
         request = _converted(update_info, UpdateRequest)
-        tensors = check_bucket(request, self._rank.manifest, _MAX_BUCKET, "elements")
+        tensors = checks.check_bucket(request, self._rank.manifest, _MAX_BUCKET, "elements")
         self._rank.answer(request.message(tensors), request.timeout or _BUCKET_SECONDS, self._update)
 
     def finish(self) -> None:
@@ -129,7 +122,7 @@ class PushedUpdates:
 
     def _compare(self, digests: Mapping[str, str]) -> None:
         digested = cast(Digested, self._rank.answer(Verify(), _BUCKET_SECONDS, self._update))
-        check_digests(self._rank.manifest, np.frombuffer(digested.digests, "<u8"), self._rank.known, None, digests)
+        checks.check_digests(self._rank.manifest, np.frombuffer(digested.digests, "<u8"), self._rank.known, None, digests)
 
 
 def _converted(body: Mapping[str, Any], kind: type[T]) -> T:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from weightsync.engines.vllm.controls import DROP_LORA, LORA_PATH
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import VersionError
 from weightsync.model.lora import newest_label
 
@@ -113,16 +114,12 @@ def follow_models() -> None:
     except ImportError as error:
         _log.warning("weightsync: the server of this vLLM cannot find LoRA adapters by name: %s", error)
         return
-    made = Models.__init__
-    if hasattr(made, "__wrapped__"):
-        return
 
-    @functools.wraps(made)
-    def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def init(made: Any, self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         made(self, engine_client, *args, **kwargs)
         loras = served_loras(engine_client)
         if loras is not None:
             loras.requests.update(self.lora_requests)
             self.lora_requests = loras.requests
 
-    Models.__init__ = init
+    wrap_once(Models, "__init__", init)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from weightsync.errors import ConfigurationError, LoadError
+from weightsync.launch import texts_of_ranks
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR = 1024  # bytes of an error message between workers
+_MAX_ERROR = 1024  # characters of an error message between workers
 
 
 def global_rank(parallel: Any) -> int:  # noqa: ANN401 - vLLM's
@@ -60,16 +59,8 @@ def together(parallel: Any, give_up: Callable[[], None] = lambda: None) -> Itera
         return
     from vllm.distributed.parallel_state import get_world_group
 
-    text = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:_MAX_ERROR]
-    mine = torch.zeros(_MAX_ERROR, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
-    gathered = [torch.empty_like(mine) for _ in range(parallel.world_size)]
-    torch.distributed.all_gather(gathered, mine, group=get_world_group().cpu_group)
-    failures = {
-        rank: bytes(encoded.tolist()).rstrip(b"\0").decode(errors="replace")
-        for rank, encoded in enumerate(gathered)
-        if encoded.any()
-    }
+    mine = "" if own is None else f"{type(own).__name__}: {own}"[:_MAX_ERROR]
+    failures = {rank: text for rank, text in enumerate(texts_of_ranks(mine, get_world_group().cpu_group)) if text}
     if failures:
         give_up()
     if failures and (separate or parallel.rank == parallel.world_size - 1):

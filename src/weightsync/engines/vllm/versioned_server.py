@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from weightsync.engines.vllm import BACKEND
+from weightsync.engines.wrapped_methods import wrap_once
 
 _LABEL, _LORAS = "_weightsync_label", "_weightsync_loras"
 _BUILDERS = (
@@ -21,17 +22,13 @@ def keep_label(kind: Any) -> None:  # noqa: ANN401 - vLLM's class AsyncLLM
 
     Idempotent.
     """
-    update = getattr(kind, "update_weight_version", None)
-    if update is None or hasattr(update, "__wrapped__"):  # vLLM 0.25 has no labels for weights
-        return
 
-    @functools.wraps(update)
-    async def update_weight_version(self: Any, new_version: str) -> None:  # noqa: ANN401 - vLLM's
+    async def update_weight_version(update: Any, self: Any, new_version: str) -> None:  # noqa: ANN401 - vLLM's
         setattr(self, _LABEL, None)
         await update(self, new_version)
         setattr(self, _LABEL, new_version)
 
-    kind.update_weight_version = update_weight_version
+    wrap_once(kind, "update_weight_version", update_weight_version)  # vLLM 0.25 has no labels for weights
 
 
 def add_to_servers() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,13 +15,8 @@ from weightsync.model import Box, Manifest, TensorSpec
 from weightsync.tensors.placements import box_of
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
 
-
-class ParameterMeta(Protocol):
-    """``ParamMeta``. From vLLM 0.33 on also ``owners``, ``mesh_shape`` and ``placements``."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+ParameterMeta: TypeAlias = Any
+"""``ParamMeta``: name, dtype and shape. From vLLM 0.33 on also ``owners``, ``mesh_shape`` and ``placements``."""
 
 
 class StagedSource(ShardedState):
@@ -60,7 +55,7 @@ class StagedSource(ShardedState):
         owners: tuple[int, ...] = getattr(meta, "owners", None) or (0,)
         return owners if self._pieces(meta) is not None else (min(owners),)
 
-    def _box(self, meta: Any, rank: int) -> Box | None:  # noqa: ANN401 - vLLM's
+    def _box(self, meta: ParameterMeta, rank: int) -> Box | None:
         publishers, placements = self._publishers(meta), self._pieces(meta)
         if rank not in publishers:
             return None
@@ -70,23 +65,15 @@ class StagedSource(ShardedState):
         plain = [TorchShard(placement.dim) if hasattr(placement, "dim") else Replicate() for placement in placements]
         return box_of(meta.name, tuple(meta.shape), tuple(meta.mesh_shape), plain, [int(index) for index in coordinate])
 
-    def _walk(self) -> Iterable[tuple[str, torch.Tensor]]:
-        walk: Iterable[tuple[str, torch.Tensor]]
-        if self._local:
-            walk = self._source.iter_local()
-        else:
-            walk = self._source.iter_full() if hasattr(self._source, "iter_full") else self._source
-        return walk
-
     def stage(self) -> None:
         """Walk the source, to its end on every rank, since that may be a collective, and keep what this rank publishes.
 
         Raises:
             ConfigurationError: It does not yield what its metadata declares.
         """
-        wrong = dict[str, str]()
-        lacking = set(self._staged)
-        for name, tensor in self._walk():
+        wrong, lacking, source = dict[str, str](), set(self._staged), self._source
+        walk = source.iter_local if self._local else getattr(source, "iter_full", lambda: source)
+        for name, tensor in walk():
             place = self._staged.get(name)
             if place is None:
                 if name not in self._manifest.index:

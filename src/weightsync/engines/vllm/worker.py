@@ -72,6 +72,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             _log.info("weightsync: no coordinator yet: set WEIGHTSYNC_COORDINATOR before vLLM starts, or call attach_server()")
         self._owned = ExitStack()
         self._adapter: VllmWorkerAdapter | None = None
+        self._loras: WorkerLoras | None = None
         self._pushed: PushedUpdates | None = None
         self._within = False  # inside a call that all workers make together
 
@@ -123,8 +124,9 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
-            loras = self._find_loras(controls) if is_local(init_info.control) else None  # names are known in the owner's process
-            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, loras)
+            # Their names are known in the owner's process.
+            self._loras = self._find_loras(controls) if is_local(init_info.control) else None
+            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._loras)
             adapter.no_shards = streams_because
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
@@ -142,8 +144,8 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def drop_lora(self, label: str, number: int) -> None:
         """Free a version of an adapter that no request uses. The process that owns the engine calls this on all workers."""
-        if self._adapter is not None:
-            self._adapter.forget_lora(label, number)
+        if self._loras is not None:
+            self._loras.forget(label, number)
 
     def _checkpoint(self) -> HfCheckpoint:
         return checkpoint_of(self.model_config.model, self.model_config.revision, self.model_config.hf_config)
@@ -267,7 +269,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the coordinator. The engine keeps its weights. Idempotent."""
-        self._adapter = self._pushed = None
+        self._adapter = self._pushed = self._loras = None
         self._owned.close()
         self._owned = ExitStack()
 

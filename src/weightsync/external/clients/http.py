@@ -17,18 +17,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from weightsync import errors
 from weightsync.config import Secret
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    DeadlineExceeded,
-    LoadError,
-    PeerLost,
-    ProtocolError,
-    WeightSyncError,
-    from_wire,
-)
+from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError, PeerLost, ProtocolError, WeightSyncError
 from weightsync.model import TensorSpec
 from weightsync.protocol.messages import UNREADABLE
 from weightsync.protocol.tokens import bearer
@@ -172,12 +164,12 @@ class EngineHttp:
             message = decoded.get("message", decoded.get("error", decoded.get("detail", decoded)))
         message = str(message)[:_MAX_SHOWN]
         if status in (401, 403):
-            raise AuthenticationError(f"{what}: {status} {message}")
+            raise errors.AuthenticationError(f"{what}: {status} {message}")
         if status == 404 and self._missing_route:
             raise LoadError(f"{what}: {status} {message}: {self._missing_route}")
         if status >= 300 or (isinstance(decoded, dict) and decoded.get("success") is False):
             kind, colon, text = message.partition(": ")
-            known = from_wire(kind, f"{what}: {text}") if colon else None
+            known = errors.from_wire(kind, f"{what}: {text}") if colon else None
             if known is not None and type(known) is not WeightSyncError:
                 raise known
             raise LoadError(f"{what}: {status} {message}")

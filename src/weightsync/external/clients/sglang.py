@@ -40,12 +40,6 @@ def update(
     return HttpCall("POST", "/update_weights_from_distributed", body if version is None else body | {"weight_version": version})
 
 
-def update_from_disk(path: str, version: str | None = None) -> HttpCall:
-    """Load a checkpoint's safetensors, which hold no code."""
-    body = {"model_path": path, "load_format": "safetensors"}
-    return HttpCall("POST", "/update_weights_from_disk", body if version is None else body | {"weight_version": version})
-
-
 def pause_generation(mode: SGLangMode) -> HttpCall:
     """Stop generating."""
     return HttpCall("POST", "/pause_generation", {"mode": mode})

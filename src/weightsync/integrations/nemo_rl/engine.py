@@ -174,10 +174,5 @@ def _unanswered(engine: type) -> list[str]:
         f"{name}({parameter})"
         for name in sorted(getattr(base, "__abstractmethods__", ()))
         for parameter in inspect.signature(getattr(base, name)).parameters
-        if parameter not in _parameters(engine, name)
+        if parameter not in inspect.signature(getattr(engine, name, lambda: None)).parameters
     ]
-
-
-def _parameters(engine: type, name: str) -> set[str]:
-    method = getattr(engine, name, None)
-    return set(inspect.signature(method).parameters) if callable(method) else set()

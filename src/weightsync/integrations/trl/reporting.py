@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 
+from weightsync.integrations.updates import calling
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
 from weightsync.protocol.round_log import describe
@@ -32,15 +31,7 @@ def report(result: RoundResult, trainer: object) -> None:
 
 def calling_trainer() -> object:
     """The trainer of TRL whose method is calling, ``None`` if none is: TRL gives what it calls no reference to it."""
-    frame: FrameType | None = inspect.currentframe()
-    for _ in range(_FRAMES):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            return None
-        caller = frame.f_locals.get("self")
-        if _metrics_of(caller) is not None:
-            return caller
-    return None
+    return calling(lambda own: _metrics_of(own) is not None, _FRAMES)
 
 
 def _metrics_of(trainer: object) -> dict[str, list[float]] | None:

@@ -15,6 +15,7 @@ from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher, b
 from weightsync.integrations.trl.reporting import calling_trainer, report
 from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
+from weightsync.integrations.updates import walk_on
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
 from weightsync.releases import check_interface, warn_if_untested
@@ -142,8 +143,7 @@ class ServerModePublisher:
                     self._gathered.send_weights(weights)
                     self.result = self._gathered.result
             finally:
-                for _ in weights:  # the other ranks gather to the end, whatever fails here
-                    pass
+                walk_on(weights)  # whatever fails here
             return
         self._asking = self._asking or calling_trainer()
         options = self._options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
@@ -12,11 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, Secret, variable
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
 from weightsync.integrations.trl.lora_publisher import MERGING, OWNER, LoraPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
+from weightsync.integrations.updates import walk_on
 from weightsync.launch import from_rank_zero
 from weightsync.model.lora import check_adapter_name
 from weightsync.protocol.messages import RoundResult
@@ -33,6 +35,7 @@ _LOOK = (
     "WEIGHTSYNC_COORDINATOR in its environment, and has the token (WEIGHTSYNC_TOKEN_FILE on another machine or as another user): "
     "its log says whether it joined, or why not"
 )
+_Times = tuple[float, float, float]
 _log = logging.getLogger(__name__)
 
 
@@ -96,14 +99,11 @@ class JoinOptions:
             pause_mode="keep",  # as TRL's own client pauses: it trains on whatever length an aborted request has
             start_coordinator=False,
         )
-        try:
-            trainer.wait_for_replicas(self.replicas, self.timeout, refused="raise")
-        except DeadlineExceeded as error:
-            trainer.close()
-            raise DeadlineExceeded(f"{error}. {_LOOK}") from error
-        except BaseException:
-            trainer.close()
-            raise
+        with OnFailure(trainer.close):
+            try:
+                trainer.wait_for_replicas(self.replicas, self.timeout, refused="raise")
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(f"{error}. {_LOOK}") from error
         return trainer
 
     def number(self, trainer: Trainer) -> int | None:
@@ -192,14 +192,10 @@ class WeightTransfer(JoinOptions):
         Raises what :meth:`weightsync.Trainer.publish_stream` raises, and :class:`~weightsync.errors.ConfigurationError` if the
         server that TRL samples from does not serve the version afterwards.
         """
-        try:
+        with OnFailure(walk_on, iterator):
             trainer = self._trainer = self._trainer or (self.join(Stream()) if self._late else None)
             if trainer is None:
                 raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
-        except BaseException:
-            for _ in iterator:  # the other ranks gather
-                pass
-            raise
         weights = self._noting(iterator) if self._first else iterator
         self.result = trainer.publish_stream(weights, self.number(trainer), timeout=self.timeout)
         report(self.result, self._asking)
@@ -243,18 +239,12 @@ def _follow_trainers() -> None:
     """Let TRL's asynchronous trainers publish an adapter alone, instead of merging it first, where that is possible. Idempotent."""
     for package, name in (("async_grpo", "AsyncGRPOTrainer"), ("async_distillation", "AsyncDistillationTrainer")):
         trainer: Any = getattr(sys.modules.get(f"trl.experimental.{package}"), name, None)  # a script imports what it uses
-        merging = getattr(trainer, "_sync_weight_merged", None)
-        if merging is not None and not hasattr(merging, "__wrapped__"):
-            trainer._sync_weight_merged = _unmerged(merging)
+        wrap_once(trainer, "_sync_weight_merged", _synchronize)
 
 
-def _unmerged(merging: Callable[..., tuple[float, float, float]]) -> Callable[..., tuple[float, float, float]]:
-    @functools.wraps(merging)
-    def synchronize(self: Any, began: float) -> tuple[float, float, float]:  # noqa: ANN401 - TRL's trainer
-        transfer = WeightTransfer._latest
-        theirs = from_rank_zero("" if self.weight_transfer is transfer else "theirs")  # the others' trainers have none
-        if transfer is None or theirs or not transfer.publish_adapter(self):
-            return merging(self, began)
-        return began, began, time.time()
-
-    return synchronize
+def _synchronize(merging: Callable[..., _Times], trainer: Any, began: float) -> _Times:  # noqa: ANN401 - TRL's
+    transfer = WeightTransfer._latest
+    theirs = from_rank_zero("" if trainer.weight_transfer is transfer else "theirs")  # the others' trainers have none
+    if transfer is None or theirs or not transfer.publish_adapter(trainer):
+        return merging(trainer, began)
+    return began, began, time.time()

@@ -23,35 +23,21 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
-import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine
 
 import weightsync
+from weightsync import errors
 from weightsync.config import ClientSettings
 from weightsync.deadline import Deadline
-from weightsync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ManifestMismatch,
-    MembershipError,
-    RoundFailed,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigurationError, MembershipError, RoundFailed, WeightSyncError
+from weightsync.integrations import stream_ranks
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import (
-    Meeting,
-    ShardSource,
-    StreamSender,
-    about_this_rank,
-    arrange,
-    join_async,
-    leave_in_background,
-    offer_coordinator,
-)
+from weightsync.integrations.stream_ranks import Meeting, ShardSource, StreamSender
 from weightsync.integrations.updates import GRACE
 from weightsync.integrations.verl import vllm_servers
 from weightsync.integrations.verl.source import EngineShards, training_worker, whole_weights
+from weightsync.launch import texts_of_ranks
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
@@ -60,7 +46,7 @@ from weightsync.server.client import Client
 _log = logging.getLogger(__name__)
 WHERE = "checkpoint_engine.engine_kwargs.weightsync"
 _REASON = 400  # characters of a reason that travels
-_PERMANENT = (AuthenticationError, ConfigurationError, ManifestMismatch, MembershipError)
+_PERMANENT = (errors.AuthenticationError, ConfigurationError, errors.ManifestMismatch, MembershipError)
 """Errors of joining that the next update would get as well."""
 
 
@@ -122,19 +108,6 @@ def say_why(what: str, reason: str) -> None:
     _log.warning("weightsync: %s, because of %s", what, reason)
 
 
-def exchange(text: str) -> list[str]:
-    """Return the texts of all actor ranks. Collective, in host memory, of bytes (an exchange of objects would be pickles)."""
-    own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    most = max(int(size) for size in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(own)] = own
-    texts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [bytes(text[: int(size)].tolist()).decode().strip() for text, size in zip(texts, sizes, strict=True)]
-
-
 class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Checkpoint engine of one actor rank, which verl makes with ``is_master``, or of one rollout rank."""
 
@@ -146,7 +119,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, bucket_size: int, is_master: bool | None = None, **options: object) -> None:
         self._options = EngineOptions.of(options, WHERE)
         self._is_actor, self._is_master = is_master is not None, bool(is_master)
-        self._about = about_this_rank()
+        self._about = stream_ranks.about_this_rank()
         self._owned = ExitStack()
         self._closing = weakref.finalize(self, self._owned.close)  # verl has no call for it: at the latest when the process exits
         self.meeting = Meeting("", 0.0)
@@ -168,7 +141,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._is_actor:
             return {**self._about, **self._about_replica()}
         if self._is_master and "coordinator" not in self._about:
-            self._about |= offer_coordinator(self._options, self._owned)
+            self._about |= stream_ranks.offer_coordinator(self._options, self._owned)
             tell(_log, f"weightsync: the coordinator of this run is {self._about['coordinator']}")
         return {**self._about, **self._about_source()}
 
@@ -240,7 +213,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ConfigurationError: Ranks of other hosts cannot reach the coordinator of actor rank 0.
             MembershipError: Two rollout ranks have one name.
         """
-        meeting = arrange(actors[0], (*actors, *rollouts), rollouts)
+        meeting = stream_ranks.arrange(actors[0], (*actors, *rollouts), rollouts)
         every: dict[str, Any] = {"way": way, **{name: actors[0][name] for name in _OFFERED[way]}}
         if way == "direct":
             every["servers"] = {about["replica"]: about["server"] for about in rollouts if "server" in about}
@@ -287,7 +260,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         if before not in (None, way):  # all ranks leave before one joins with something else
             self._sender.leave()
-            exchange("left")
+            texts_of_ranks("left")
         if self._is_master:
             left, self._servers = self._servers, servers or {}
             vllm_servers.dismiss([server for replica, server in left.items() if replica not in self._servers])
@@ -375,7 +348,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         receiver: weightsync.Receiver | None = None
         received = False
         try:
-            receiver = await join_async(me, meeting, self._options, self._options.staging(), self._manifest)
+            receiver = await stream_ranks.join_async(me, meeting, self._options, self._options.staging(), self._manifest)
             self._receiver = receiver
             consumer = asyncio.current_task()
             if consumer is not None:  # verl's adapter may fail without closing this generator
@@ -389,7 +362,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 _finish_copies()  # of this batch, whose memory is used again
             received = True
             # For the coordinator the round ends a moment later. verl calls finalize() when all ranks are done, unless one failed.
-            asyncio.get_running_loop().call_later(GRACE, leave_in_background, receiver)
+            asyncio.get_running_loop().call_later(GRACE, stream_ranks.leave_in_background, receiver)
         except Exception as error:
             if receiver is None and isinstance(error, _PERMANENT):
                 raise
@@ -414,7 +387,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 def _leave_if_failed(receiver: weightsync.Receiver, consumer: asyncio.Task[Any]) -> None:
     """Leave the coordinator, so that the update fails for this rank now and not at its deadline."""
     if consumer.cancelled() or consumer.exception() is not None:
-        leave_in_background(receiver)
+        stream_ranks.leave_in_background(receiver)
 
 
 def _on_accelerator(tensor: torch.Tensor) -> torch.Tensor:

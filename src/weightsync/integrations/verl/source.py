@@ -7,7 +7,6 @@ place of the generator only if they are the checkpoint's tensors: verl may also 
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.integrations.megatron import hf_state
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import ShardSource
+from weightsync.integrations.updates import calling
 from weightsync.model import Manifest
 from weightsync.tensors.shards import ShardedState, shards_of, torch_dtype
 
@@ -30,13 +30,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - of PEFT's configuration
 
 def training_worker() -> Any:  # noqa: ANN401 - verl's
     """Return the actor worker in whose ``init_model`` this is called, with its training engine; ``None`` outside of one."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        worker = frame.f_locals.get("self")
-        if hasattr(getattr(getattr(worker, "actor", None), "engine", None), "get_per_tensor_param"):
-            return worker
-        frame = frame.f_back
-    return None
+    return calling(lambda own: hasattr(getattr(getattr(own, "actor", None), "engine", None), "get_per_tensor_param"))
 
 
 def whole_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

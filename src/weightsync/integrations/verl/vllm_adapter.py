@@ -16,20 +16,13 @@ from typing import Any
 import torch.distributed as dist
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
+from weightsync.closing import OnFailure
 from weightsync.errors import RoundFailed
 from weightsync.integrations.updates import in_thread
-from weightsync.integrations.verl.backend import (
-    WHERE,
-    AdapterUpdate,
-    DirectUpdate,
-    EngineOptions,
-    StreamCheckpointEngine,
-    choose_way,
-    exchange,
-    say_why,
-)
+from weightsync.integrations.verl import backend
 from weightsync.integrations.verl.source import training_worker
 from weightsync.integrations.verl.vllm_servers import ServedReplica
+from weightsync.launch import texts_of_ranks
 from weightsync.protocol.notices import tell
 
 _log = logging.getLogger(__name__)
@@ -45,9 +38,9 @@ class VllmAdapter(ServerAdapter):  # type: ignore[misc]
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - verl's
         """Let the workers take the weights, or pass on to verl what came instead."""
-        if isinstance(weights, AdapterUpdate):  # verl's workers then replace the adapter that its requests name
+        if isinstance(weights, backend.AdapterUpdate):  # verl's workers then replace the adapter that its requests name
             weights, kwargs = weights.tensors, {**kwargs, "peft_config": weights.config, "base_sync_done": True}
-        if isinstance(weights, DirectUpdate):
+        if isinstance(weights, backend.DirectUpdate):
             if self._replica.leads:
                 await _in_thread(lambda: self._replica.update(weights.number, weights.seconds))
         elif self._colocated is None or not await self._colocated.update(global_steps):
@@ -68,10 +61,10 @@ class _Colocated:
 
     def __init__(self, replica: ServedReplica, config: Any) -> None:  # noqa: ANN401 - verl's
         given = config.checkpoint_engine.engine_kwargs.get("weightsync") or {}
-        self._options = EngineOptions.of(given, WHERE)
+        self._options = backend.EngineOptions.of(given, backend.WHERE)
         self._replica = replica
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._actor = StreamCheckpointEngine(1 << 20, is_master=self._rank == 0, **given)
+        self._actor = backend.StreamCheckpointEngine(1 << 20, is_master=self._rank == 0, **given)
 
     async def update(self, step: int | None) -> bool:
         """Bring the weights to all replicas, or return ``False`` before anything was sent: verl's own transfer must do it.
@@ -83,11 +76,8 @@ class _Colocated:
         if not await _in_thread(self._agree):
             return False
         calls = self._replica.calls if self._replica.leads else None
-        try:
+        with OnFailure(self._replica.forget):
             metrics = await self._actor.send_weights((), step, calls)
-        except BaseException:
-            self._replica.forget()
-            raise
         if not self._options.keep_copy:
             await _in_thread(self._actor.leave)
         if metrics:
@@ -98,24 +88,24 @@ class _Colocated:
     def _agree(self) -> bool:
         """Whether all ranks take part; then all have joined."""
         actor, replica, error = self._say()
-        said = [json.loads(text) for text in exchange(json.dumps([actor, replica, error]))]
+        said = [json.loads(text) for text in texts_of_ranks(json.dumps([actor, replica, error]))]
         _raise_first(error for *_, error in said)
         actors, replicas = [about for about, _, _ in said], [about for _, about, _ in said]
-        way, reason = choose_way(actors, replicas)
+        way, reason = backend.choose_way(actors, replicas)
         if way != "direct":
             if self._rank == 0:
-                say_why("verl gathers the weights and hands them to vLLM itself", reason)
+                backend.say_why("verl gathers the weights and hands them to vLLM itself", reason)
             self._replica.leave()
             self._actor.leave()
             return False
-        arguments = StreamCheckpointEngine.arguments(way, actors, replicas)
+        arguments = backend.StreamCheckpointEngine.arguments(way, actors, replicas)
         error = ""
         try:
             self._actor.init_process_group(self._rank, self._world_size, **arguments)
             self._replica.join(self._actor.meeting, self._options, arguments["joined"])
         except Exception as failure:  # noqa: BLE001 - raised on all ranks
             error = f"{type(failure).__name__}: {failure}"
-        _raise_first(exchange(error))
+        _raise_first(texts_of_ranks(error))
         return True
 
     def _say(self) -> tuple[dict[str, Any], dict[str, Any], str]:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from weightsync import __version__
+from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, variable
 from weightsync.engines.hf_checkpoint import checkpoint_of
 from weightsync.errors import ConfigurationError
@@ -148,11 +149,8 @@ class ServedReplica:
 
     def update(self, number: int, seconds: float) -> None:
         """Let the workers take a version. Raises what a worker raised."""
-        try:
+        with OnFailure(self.forget):
             self.calls.update(number, timeout=seconds)
-        except BaseException:
-            self.forget()
-            raise
 
     def forget(self) -> None:
         """Let the workers join again at the next update, if they have left: after an error."""

@@ -1,0 +1,26 @@
+"""Methods of other packages' classes with code of weightsync around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_weightsync_around"
+
+
+def wrap_once(kind: Any, name: str, around: Callable[..., Any]) -> None:  # noqa: ANN401 - a class, or None
+    """Call ``around`` instead of the method ``name`` of the class ``kind``. Its first argument is the method. Idempotent.
+
+    Does nothing if there is no such method.
+    """
+    method = getattr(kind, name, None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the method's
+        return around(method, *args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    setattr(kind, name, wrapped)

@@ -32,6 +32,7 @@ from weightsync.errors import Aborted, ProtocolError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
+from weightsync.tensors.copies import in_threads
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable, joined_tables
 from weightsync.tensors.digest import columns_address
 
@@ -352,13 +353,17 @@ class HostChanges(Changes):
 
     def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         tiles = self._planned.tiles
-        finished = apply_changes(
-            tiles.ctypes.data, 0, len(tiles), self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,
-            self._kept.ctypes.data, steps[0], steps[-1], digests.ctypes.data, columns_address, stop.ctypes.data,
-        )  # fmt: skip
-        if finished < 0:
-            raise ProtocolError(f"the changes of block {-1 - finished} of the source are not in order, or outside of it")
-        if finished < len(tiles):
+
+        def run(first: int, last: int, out: UInt64) -> int:
+            return apply_changes(
+                tiles.ctypes.data, first, last, self.counts.ctypes.data, self._at.ctypes.data, self._payload.ctypes.data,
+                self._kept.ctypes.data, steps[0], steps[-1], out.ctypes.data, columns_address, stop.ctypes.data,
+            )  # fmt: skip
+
+        finished = in_threads(run, tiles[:, 4] * tiles[:, 5], digests)
+        if min(finished) < 0:
+            raise ProtocolError(f"the changes of block {-1 - min(finished)} of the source are not in order, or outside of it")
+        if sum(finished) < len(tiles):
             raise Aborted("the changes of this version were not all applied: the update was aborted")
 
 

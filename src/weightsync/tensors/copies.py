@@ -105,7 +105,7 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     """
     _ = tiles.table_address  # made here, and not by several threads
     copy = partial(_run, tiles, sources=np.asarray(source_addresses, np.int64), stop=stop)
-    return sum(_in_threads(lambda first, last, part: copy(first, last, out=part), tiles.rows * tiles.row_bytes, out))
+    return sum(in_threads(lambda first, last, part: copy(first, last, out=part), tiles.rows * tiles.row_bytes, out))
 
 
 def digest_memory(manifest: Manifest, layout: Layout, addresses: Sequence[int]) -> UInt64:
@@ -114,11 +114,11 @@ def digest_memory(manifest: Manifest, layout: Layout, addresses: Sequence[int]) 
     digest = partial(digest_rows, manifest, layout, addresses)
     digest(0, 0, out)  # makes the table
     nbytes = (layout.stops - layout.starts).prod(axis=1) * manifest.itemsizes[layout.tensor]
-    _in_threads(digest, nbytes, out)
+    in_threads(digest, nbytes, out)
     return out
 
 
-def _in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64) -> list[T]:
+def in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64) -> list[T]:
     """Let threads do ``work`` in ranges of about equal bytes, each into an array that is added to ``out``; its results."""
     edges = _shares(nbytes)
     parts = [np.zeros_like(out) for _ in edges[2:]]

@@ -25,6 +25,7 @@ from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.pieces import Pieces
 from weightsync.planning.plan import SourceRank, TargetRank, plan_transfer
 from weightsync.protocol.messages import Host
+from weightsync.tensors import copies
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, HostChanges, PlannedChanges, Sections, Step, find, unite
 from weightsync.tensors.copies import copy_tiles
@@ -210,6 +211,13 @@ def check_there_and_back(
 @given(st.integers(0, 1 << 30), st.sampled_from(SHARES), st.integers(1, 3), st.integers(0, 2), st.booleans())
 def test_changes_lead_to_the_new_version_and_back(seed: int, share: float, ranks: int, dim: int, swapped: bool) -> None:
     check_there_and_back("host", seed, share, ranks, dim, swapped=swapped)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_several_threads_do_the_same(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_shares", lambda nbytes: [len(nbytes) * part // 4 for part in range(5)])
+    for seed in range(5):
+        check_there_and_back("host", seed, share, 1 + seed % 3, seed % 3, swapped=seed % 2 == 0)
 
 
 @pytest.mark.timeout(400)  # the interpreter is slow

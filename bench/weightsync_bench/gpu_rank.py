@@ -23,7 +23,6 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine import Engine
 from weightsync.engine.fill.filler import PlanFiller
-from weightsync.engine.fill.streamed import StreamedFiller
 from weightsync.errors import WeightSyncError
 from weightsync.model import Box, Layout, Manifest, PauseMode, TensorSpec
 from weightsync.tensors.shard_loader import ShardLoader
@@ -171,9 +170,8 @@ class _GpuEngineRank:
         if not isinstance(filler, PlanFiller) or serving is None:
             raise WeightSyncError("no round has installed a version yet")
         return {
-            **self._adapter.times, "serving": serving.number, "bytes": filler.nbytes,
-            "staging_bytes": filler._staging.nbytes if isinstance(filler, StreamedFiller) else 0,
-            "table_bytes": sum(reader.table_bytes for reader in filler._readers), "times": filler.prepare_seconds,
+            **self._adapter.times, "serving": serving.number, "bytes": filler.nbytes, "staging_bytes": filler.staging_bytes,
+            "table_bytes": filler.table_bytes, "times": filler.prepare_seconds,
         }  # fmt: skip
 
 

@@ -251,7 +251,7 @@ class LoraRound:
         with report.phase("commit"):
             await on_all("register", limit, engines, RegisterLora(placement.version), Done)
             failpoints.reached("round.lora.registered")
-            report.replica.require_links(engines)  # one that reconnected since it answered has reported anew what it has
+            report.replica.require_links(engines)  # one that reconnected since it answered has reported again what it has
         report.version = placement.version
         self._registered(report.replica, placement.version, report.prepared)
 

@@ -82,7 +82,7 @@ class DropQueue:
         else:
             outcome.set_exception(error)
             outcome.exception()  # mark as retrieved: perhaps no caller waits for it
-            _log.warning("%s could not be told to drop versions of %s: %s", self._link.member, name, error)
+            _log.warning("%s did not drop versions of %s: %s", self._link.member, name, error)
         self._next()
 
 
@@ -266,7 +266,7 @@ async def drop(engines: Mapping[str, RankHandle[Any]], name: str, numbers: Colle
     for member, outcome in asked.items():
         error = outcome.exception() if outcome.done() else DeadlineExceeded(f"no answer within {seconds:g} s")
         if error is not None:
-            errors.append(f"{member} could not be told to drop versions of {name}: {error}")
+            errors.append(f"{member} did not drop versions of {name}: {error}")
     return errors
 
 

@@ -71,7 +71,7 @@ class Source:
         return replica.readable and replica.version == self.version and replica.members() == self.links
 
     def distance(self, reader: Replica) -> int:
-        """0 if they share memory, 1 if they are on one machine, else 2."""
+        """0 if they share memory, 1 if they are on one machine, 2 otherwise."""
         mine = [rank.hello.host for rank in self.ranks.values()]
         theirs = [link.rank.hello.host for link in reader.links.values()]
         if {host.memory for host in mine} & {host.memory for host in theirs}:
@@ -162,7 +162,7 @@ class Sources:
         return [source for source in others if source.serves and not source.failed and source is not reader.failed]
 
     def _choose(self, reader: _ReadingReplica) -> Source | None:
-        """The source for ``reader``; ``None`` if it must wait. Raises StaleSource if that would be in vain."""
+        """The source for ``reader``; ``None`` if it must wait. Raises StaleSource if none will come."""
         sources, trainer = self._readable(reader), self.trainer
         if trainer is not None and reader.failed is not None:
             return trainer

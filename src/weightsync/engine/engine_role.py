@@ -498,7 +498,7 @@ class EngineRole(SessionFront):
 def filler_for(context: FillContext, plan: PlanSlice, memory: ParameterMemory | None) -> PlanFiller:
     """The filler for ``plan``, yet to be prepared. ``memory`` are the engine's parameters, ``None``: they cannot be written.
 
-    Buckets are staged on the engine's CUDA device if all bytes of the plan can come straight to it, else in host memory.
+    Buckets are staged on the engine's CUDA device if all bytes of the plan can come straight to it, otherwise in host memory.
 
     Raises:
         PlanMismatch: The plan is for another layout, or not the one that the coordinator computed.

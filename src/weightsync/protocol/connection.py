@@ -131,6 +131,8 @@ class CoordinatorConnection(Closeable):
         self._first = Outcome[Welcome]()
         self._asked: set[_Asked] = set()
         self._closed = False
+        self._pauses = True
+        """Whether there is a pause before the next connection."""
         # Only the loop's thread touches these.
         self._calls: Calls | None = None
         self._socket: ClientConnection | None = None
@@ -230,8 +232,8 @@ class CoordinatorConnection(Closeable):
             loop.call_soon_threadsafe(self._progressed.set)
 
     def connect_again(self) -> None:
-        """Connect anew, so that the coordinator gets this rank's Hello as it is now. Calls wait for that. Never blocks."""
-        loop = self._loop
+        """Connect again, so that the coordinator gets this rank's Hello as it is now. Calls wait for that. Never blocks."""
+        loop, self._pauses = self._loop, False
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just closed
                 asyncio.run_coroutine_threadsafe(self._restart(), loop)
@@ -325,6 +327,9 @@ class CoordinatorConnection(Closeable):
                 await self._serve(socket, welcome)
                 if time.monotonic() - since > _STEADY_SECONDS:  # else a coordinator that accepts and drops agents would be flooded
                     pause = _FIRST_PAUSE
+            if not self._pauses:
+                self._pauses = True
+                continue
             # Full jitter above a floor: a thousand agents must not come back in the same moment.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._settings.timeouts.reconnect)

@@ -81,7 +81,7 @@ class StoreReader(BlockingReader):
             raise ProtocolError(f"{self._what} has no rank {address.rank}")
         layout = version.layouts[address.rank]
         self._layout_digest = layout.digest
-        if not self._closed:  # meanwhile
+        if not self._closed:  # while this ran
             self._region = StoredRegion(store, version.stored.ranks[address.rank].chain, layout.regions[0])
 
     @property
@@ -92,13 +92,14 @@ class StoreReader(BlockingReader):
 
     def prepare(self, groups: Sequence[CopyTable], layout_digest: str, deadline: Deadline) -> None:
         """See :meth:`weightsync.transports.base.Reader.prepare`. Opens the store, which may hang: here an abort ends the wait."""
-        self._aborted = Future()
-        try:
+        try:  # an abort that came before this ends it, too
             deadline.result(self._thread.submit(self._open), f"opening {self._what}", self._aborted)
         except (TransportError, AuthenticationError, DeadlineExceeded) as error:
             # The reason stays here: offers come from others, who could look around with them in this engine's network.
             _log.warning("%s cannot be reached: %a", self._what, str(error))
             raise TransportUnavailable(f"{self._what} cannot be reached (this engine rank's own log says why)") from None
+        finally:
+            self._aborted = Future()
         if layout_digest != self._layout_digest:
             raise StaleSource(f"{self._what} has layout {self._layout_digest}, but the plan was made for {layout_digest}")
         self._opened.prepare(groups)

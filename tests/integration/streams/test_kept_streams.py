@@ -18,7 +18,7 @@ from tests.integration.streams.test_quantized_streams import by_shards, masters
 from weightsync.config import ServerSettings
 from weightsync.engine.receiver import Receiver
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, SharedMemoryTooSmall
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, ManifestMismatch, SharedMemoryTooSmall
 from weightsync.server.server import BackgroundServer
 from weightsync.store.objects import ObjectStore
 from weightsync.trainer import kept_stream
@@ -187,6 +187,28 @@ def test_no_replica_joins_between_publications_without_seeds(joined: Joined) -> 
     version = trainer.publish_stream(lent(Net()), timeout=SECONDS).version
     with pytest.raises(DeadlineExceeded):
         joined.engine(ModuleAdapter(Net())).wait_for_version(version, 0.5)
+
+
+def test_a_trainer_that_is_closed_while_it_iterates_does_not_join_again(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.trainer.trainer._CLOSING_SECONDS", 0.2)
+    trainer, late = streaming(joined), Net()
+    trainer.publish_stream(lent(Net()), timeout=SECONDS)
+
+    def closing() -> Iterator[tuple[str, torch.Tensor]]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(trainer.close).result(SECONDS)
+        yield "w", late.w.float()
+
+    with pytest.raises(Aborted, match="closed"):
+        trainer.publish_stream(closing(), timeout=SECONDS)
+    assert joined.server.coordinator.status().trainer == ()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_connecting_again_leaves_nothing_behind(joined: Joined) -> None:
+    with Trainer(Stream(), joined.server.url, token=joined.server.token, deltas=True) as trainer:
+        for rows in range(1, 12):
+            trainer.publish_stream([("w", torch.ones(rows, 3))], timeout=SECONDS)
 
 
 def test_many_tensors_are_kept_as_fast_as_others_are_published(joined: Joined) -> None:

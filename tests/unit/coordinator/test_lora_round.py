@@ -53,7 +53,7 @@ class _Busy:
 async def test_a_rank_that_is_busy_drops_versions_when_it_comes_to_it() -> None:
     busy = _Busy()
     errors = await drop({"r0/0": RankHandle[Any](busy)}, "alice/math", (1,), 0.01)  # type: ignore[arg-type]
-    assert errors == ["r0/0 could not be told to drop versions of alice/math: no answer within 0.01 s"]
+    assert errors == ["r0/0 did not drop versions of alice/math: no answer within 0.01 s"]
     busy.free.set()
     await asyncio.sleep(0.01)
     assert busy.dropped and not busy.withdrawn

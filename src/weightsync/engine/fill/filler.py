@@ -143,6 +143,9 @@ class PlanFiller(Filler):
         PlanMismatch: The plan is not the one that the coordinator computed.
     """
 
+    staging_bytes = 0
+    """Bytes of staging memory that this filler holds."""
+
     def __init__(
         self,
         context: FillContext,
@@ -201,6 +204,11 @@ class PlanFiller(Filler):
         """Report progress, except of the last bytes, which the result reports."""
         if nbytes < self.nbytes:
             self._context.progress(nbytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of device memory that the copy tables of the readers take."""
+        return sum(reader.table_bytes for reader in self._readers)
 
     def require(self, version: int, deadline: Deadline) -> None:
         """Raise :class:`~weightsync.errors.StaleSource` if a trainer rank is known not to hold ``version``. Begins nothing."""

@@ -158,6 +158,7 @@ class StreamedFiller(PlanFiller):
         )
         self._owned.callback(self._staging.close)
         self._addresses = self._staging.addresses
+        self.staging_bytes = self._staging.nbytes
         super().prepare(deadline)
 
     _constants = PUBLIC  # of the run

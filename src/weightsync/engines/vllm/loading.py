@@ -135,7 +135,7 @@ def _restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def kernels_kept(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Put back what layers' methods hold. A reload makes the kernels of quantized experts anew, over tensors of that reload."""
+    """Put back what layers' methods hold. A reload makes other kernels for quantized experts, over tensors of that reload."""
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return _restored(vars(method) for method in methods if method is not None)
 

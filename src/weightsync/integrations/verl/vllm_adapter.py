@@ -88,9 +88,9 @@ class _Colocated:
     def _agree(self) -> bool:
         """Whether all ranks take part; then all have joined."""
         actor, replica, error = self._say()
-        said = [json.loads(text) for text in texts_of_ranks(json.dumps([actor, replica, error]))]
-        _raise_first(error for *_, error in said)
-        actors, replicas = [about for about, _, _ in said], [about for _, about, _ in said]
+        about = [json.loads(text) for text in texts_of_ranks(json.dumps([actor, replica, error]))]
+        _raise_first(error for *_, error in about)
+        actors, replicas = [actor for actor, _, _ in about], [replica for _, replica, _ in about]
         way, reason = backend.choose_way(actors, replicas)
         if way != "direct":
             if self._rank == 0:

@@ -112,7 +112,13 @@ class World:
         return self._owned.enter_context(Receiver(name, self.server.url, token=self.server.token, **options))
 
     def receive(self, receiver: Receiver) -> Future[Tensors]:
-        return self.pool.submit(received, receiver)
+        """Begin a loop. It has begun when this returns: only the first one hears of publications that failed before it."""
+        handover = receiver._handover
+        before = handover._takers
+        coming = self.pool.submit(received, receiver)
+        with handover._changed:
+            assert handover._changed.wait_for(lambda: handover._takers > before, SECONDS)
+        return coming
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ UPDATES = "updates by weightsync"
 """What names are needed for, where a package has one list of them."""
 REPLICA, JOINING_ASYNC, JOINING_OFFLINE = "a replica", "joining by the environment as AsyncLLM", "joining by the environment as LLM"
 """What names of vLLM are needed for."""
-IN_CALL = "updates inside a framework's call"
+IN_CALL, BALANCING = "updates inside a framework's call", "updates while it balances the load of experts (--enable-eplb)"
 """What further names of vLLM are needed for."""
 _LAYERWISE = "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"
 _SESSION = "start_weight_update update_weights finish_weight_update"
@@ -82,6 +82,13 @@ RELEASES = {
         IN_CALL: {
             "vllm.v1.worker.worker_base:WorkerBase": "get_model",
             "vllm.model_executor.model_loader.reload.layerwise": _LAYERWISE,
+        },
+        BALANCING: {
+            "vllm.distributed.eplb.eplb_state:EplbState": "step rearrange drain_async _all_ranks_result_ready "
+            "build_initial_global_physical_to_logical_map",
+            "vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager": "map_global_to_local",
+            "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": "get_expert_weights "
+            "_map_global_expert_id_to_local_expert_id",
         },
         JOINING_ASYNC: {
             "vllm.v1.engine.async_llm:AsyncLLM": "collective_rpc pause_generation resume_generation reset_prefix_cache",

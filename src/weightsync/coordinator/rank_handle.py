@@ -91,6 +91,8 @@ class RankHandle(Generic[R]):
 
     def __init__(self, node: RankNode[R], credential: str = "") -> None:
         self.node: RankNode[R] = node
+        self.rank: R = node.rank
+        """Self-description of the rank, with its newest layout."""
         self._credential = Secret(credential) if credential else None
         self.confirmed = False
         """Whether the rank is known to have received its Welcome."""
@@ -110,11 +112,6 @@ class RankHandle(Generic[R]):
         self.count = 0
         """For a trainer rank: the publication without a number after which its process started."""
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}  # by outcome
-
-    @property
-    def rank(self) -> R:
-        """Self-description of the rank."""
-        return self.node.rank
 
     @property
     def member(self) -> str:

@@ -330,7 +330,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     """
     replica.require_complete()
     await wait_for_background(replica, deadline)
-    return await prepare(context.planner, source.ranks, replica, engines, deadline)
+    return await prepare(context.planner, source.ranks, replica, engines, deadline, hold=True)
 
 
 class _Permit:

@@ -59,6 +59,12 @@ class EngineAdapter:
     other replicas do not read it.
     """
 
+    moves = False
+    """Whether the engine exchanges parameters with other ranks while it serves (experts, to balance their load).
+
+    Then ``shards`` may return other boxes than before, in each round, after :meth:`hold`.
+    """
+
     loads_late = False
     """Whether ``load`` only keeps tensors, and parameters change in ``finish``: then they are not read back before that."""
 
@@ -123,7 +129,8 @@ class EngineAdapter:
     def outdated(self) -> bool:
         """Whether ``shards`` returns memory that parameters have left, because the engine must not be looked at while it computes.
 
-        It is asked right after ``shards`` while the engine serves. Then its parameters are not read again until later.
+        It is asked right after ``shards`` while the engine serves. Then its parameters are not read again until later. It is asked
+        once more if they were read and differ.
         """
         return False
 
@@ -136,6 +143,12 @@ class EngineAdapter:
 
     def announced(self, order: tuple[int, int] | None) -> None:
         """The next ``pause`` is for the version of this epoch and number; ``None`` if that is not known. Must not block."""
+
+    def hold(self, seconds: float) -> None:
+        """A round begins, while the engine serves: exchange no parameters until ``resume``, or until ``seconds`` have passed.
+
+        Only called if it ``moves``. If it exchanged some after that time, ``shards`` says so in the pause, and the round fails.
+        """
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Return within ``timeout`` seconds with no generation step running, and none starting until ``resume``.

@@ -167,6 +167,7 @@ class Engine(Closeable):
             transports=tuple(transport.name for transport in role.transports),
             delivery=self._delivery, bucket_bytes=role.bucket_bytes, adapter=role.adapter.name,
             serving=role.session.served_version, version=role.session.latest, takes_any=role.adapter.takes_any,
+            moves=role.adapter.moves,
             offers=served.offers if served is not None else (), key=served.key if served is not None else b"",
             source_layout=served.layout.to_columns() if served is not None else None,
             live=served is not None and served.in_place, url=self._url, lora_slots=role.loras.slots,

@@ -205,7 +205,13 @@ class EngineRole(SessionFront):
             raise ConfigurationError(
                 f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank"
             )
+        if body.hold:
+            self.session.hold(deadline.left)
         memory = self._look(self.session.shards())
+        if self.adapter.moves and memory is not None and body.plan.delivery == "direct":
+            self.layout, columns = memory.layout, memory.layout.to_columns()
+            if columns != body.plan.layout:
+                return Prepared("", (), columns)
         if body.plan.delivery == "direct" and (memory is None or self.layout is None or memory.layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
         filler = self._filler
@@ -349,6 +355,8 @@ class EngineRole(SessionFront):
         with span("audit"):
             bad = np.flatnonzero(filler.digests(deadline, constants) != installed.digests)
         if len(bad):
+            if self.adapter.outdated:  # the engine exchanged parameters meanwhile
+                raise StaleSource(f"the parameters of {self.session.member} moved while they were read")
             names = few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
             why = f"parameters of {self.session.member} were changed since it installed version {version}: {names}"
             self._installed = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,6 +27,16 @@ Process = Callable[[Collection[str], Mapping[str, torch.Tensor]], None]
 memory that the engine computes with."""
 
 
+class MovingParts(Protocol):
+    """Parts of parameters, such as experts, that the engine exchanges with other ranks while it serves."""
+
+    def key(self) -> object:
+        """Return another value when parts are in other places."""
+
+    def placed(self, traced: Traced, *, initial: bool = False) -> Traced:
+        """Return where everything is now, or where the loader puts it; ``traced`` says it of a rank that holds every part."""
+
+
 class DirectShards:
     """Shards over the parameters of an engine's model. Follows parameters that move. Made by :func:`find_direct`.
 
@@ -33,8 +44,10 @@ class DirectShards:
     bytes of their memory, or over separate memory where they have too few, and :meth:`process` makes them what the engine keeps.
     """
 
-    def __init__(self, traced: Traced, model: nn.Module, process: Process | None = None) -> None:
-        self._traced, self._model = traced, model
+    def __init__(self, traced: Traced, model: nn.Module, process: Process | None = None, moving: MovingParts | None = None) -> None:
+        self._whole, self._moving, self._model = traced, moving, model
+        self._key = None if moving is None else moving.key()
+        self._traced = traced if moving is None else moving.placed(traced)
         self.steps = None if process is None else LayoutSteps(partial(self._run, process))
         self._separate: dict[str, torch.Tensor] = {}
         self._forms: dict[str, object] = {}
@@ -91,8 +104,10 @@ class DirectShards:
         Raises:
             LayoutError: The engine changed the shape or dtype of a parameter.
         """
-        where = self._look()
-        if where != self._where:
+        where, moved = self._look(), False
+        if self._moving is not None and (moved := (key := self._moving.key()) != self._key):
+            self._traced, self._key = self._moving.placed(self._whole), key
+        if moved or where != self._where:
             self._shards = self._find()
             self._where = where
         return self._shards
@@ -109,6 +124,7 @@ def find_direct(
     package: str | None = None,
     to_load: Callable[[], AbstractContextManager[object]] = nullcontext,
     process: Process | None = None,
+    moving: MovingParts | None = None,
 ) -> DirectShards | str:
     """Return shards over ``model``'s parameters, or the reason on one line why weights must be streamed through its loader.
 
@@ -129,16 +145,20 @@ def find_direct(
             traced.
         process: What the engine does to its layers after loading them. It is used for layers in which the trial finds other bits
             than were loaded; ``None``: then weights are streamed.
+        moving: Parts that move between ranks. Then ``to_load`` gives the model parameters that hold every part, and there is no
+            ``process``.
     """
     load = getattr(model, "load_weights", None)
     if not callable(load):
         return f"{type(model).__name__} has no load_weights"
     try:
         with parameters_kept(model), to_load():
-            traced = trace_loader(load, model, manifest, converts=process is not None)
+            whole = traced = trace_loader(load, model, manifest, converts=process is not None)
         reason = traced.reason(ranks)
         if reason is not None:
             return reason
+        if moving is not None:
+            traced = moving.placed(whole, initial=True)
         direct = DirectShards(traced, model, process)
         elsewhere = {str(shard.tensor.device) for shard in direct.now()} - {str(device)}
         if elsewhere:
@@ -150,7 +170,7 @@ def find_direct(
     if reason is None:
         after = f", {len(direct.steps.layers)} layers are processed afterwards" if direct.steps and direct.repacks else ""
         _log.info("weightsync: %d tensors are delivered directly into the parameters of %s%s", len(manifest), engine, after)
-        return direct
+        return direct if moving is None else DirectShards(whole, model, moving=moving)
     return reason
 
 

@@ -131,6 +131,8 @@ class Hello(Message, frozen=True):
     windows: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     takes_any: bool = False
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
+    moves: bool = False
+    """Whether this engine rank's layout changes while it serves. Each round asks for it with :attr:`Prepare.hold`."""
     url: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Where routers reach the replica of this engine rank."""
     lora_slots: LoraSlots | None = None
@@ -289,6 +291,8 @@ class Prepare(Message, frozen=True):
     """Prepare for this plan while still serving: connect, allocate staging, build copy tables. Answered by :class:`Prepared`."""
 
     plan: PlanSlice
+    hold: bool = False
+    """A round has begun: a rank whose layout changes keeps it until it resumes, or until this call's time is over."""
 
 
 class Prepared(Message, frozen=True):
@@ -296,6 +300,8 @@ class Prepared(Message, frozen=True):
 
     digest: Name
     transports: Annotated[tuple[Name, ...], Many]
+    layout: LayoutColumns | None = None
+    """The layout of a rank with :attr:`Hello.moves`, if the plan is for an earlier one. Then it has prepared nothing."""
 
 
 class CheckSources(Message, frozen=True):

@@ -216,7 +216,7 @@ class PlanFiller(Filler):
 
     def fits(self, plan: PlanSlice, addresses: tuple[int, ...]) -> bool:
         """Returns True if this filler serves ``plan``, with the engine's parameters at ``addresses``. A loader may be given any."""
-        same = plan.digest == self.plan.digest and plan.sources == self.plan.sources
+        same = (plan.digest, plan.sources, plan.layout) == (self.plan.digest, self.plan.sources, self.plan.layout)
         return same and (self.plan.delivery == "streamed" or addresses == self._addresses)
 
     @cached_property

@@ -15,6 +15,7 @@ from weightsync.errors import LoadError
 from weightsync.model import PauseMode, Version
 
 if TYPE_CHECKING:
+    from weightsync.engines.vllm.experts import MovingExperts
     from weightsync.engines.vllm.loras import WorkerLoras
 
 
@@ -32,6 +33,7 @@ class VllmWorkerAdapter(StagedAdapter):
         draft_prefix: Tensors whose names start with it belong to the draft model, which vLLM loads separately. If empty, the
             draft model loads from all tensors, like the main model.
         loras: LoRA adapters of the worker; ``None`` if vLLM was started without ``--enable-lora``.
+        experts: Experts that move between workers, which ``direct`` follows; ``None`` without ``--enable-eplb``.
     """
 
     name = "vllm"
@@ -45,8 +47,13 @@ class VllmWorkerAdapter(StagedAdapter):
         device: torch.device | None = None,
         draft_prefix: str | None = None,
         loras: WorkerLoras | None = None,
+        experts: MovingExperts | None = None,
     ) -> None:
         super().__init__(checkpoint, "vLLM", direct, device, draft_prefix)
+        self._experts = experts
+        if experts is not None:
+            self.moves, self.can_load = True, False
+            self.no_source = "vLLM moves its experts between workers while it serves (--enable-eplb)"
         self._controls = controls
         self.has_draft = draft_prefix is not None
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
@@ -60,10 +67,27 @@ class VllmWorkerAdapter(StagedAdapter):
             self._controls.pause(mode, timeout)
             self._controls.label(UNLABELLED, deadline.remaining("pausing"))
 
+    @property
+    def outdated(self) -> bool:
+        """Whether experts may have moved since the last round."""
+        return self._experts is not None and self._experts.moved
+
+    def hold(self, seconds: float) -> None:
+        """Keep experts where they are until :meth:`resume`, for ``seconds`` at most, and look where that is."""
+        if self._experts is not None:
+            self._experts.hold.begin(seconds)
+            self._experts.look()
+
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
         super().begin()
         self._loaded.clear()
+
+    def wake_weights(self) -> None:
+        """Wait for the engine's last step, and look again where experts are: no step runs from here on."""
+        super().wake_weights()
+        if self._experts is not None:
+            self._experts.look()
 
     def finish(self, version: Version) -> None:
         """On rank 0, let every worker load its staged tensors. An error of any worker fails the commit through rank 0."""
@@ -88,6 +112,8 @@ class VllmWorkerAdapter(StagedAdapter):
         """
         if len(self._loaded) < 1 + self.has_draft:
             raise LoadError("this vLLM worker did not load the committed weights")
+        if self._experts is not None:
+            self._experts.hold.end()
         if self._controls is not None:
             self._controls.label(str(self._version), COMMIT_SECONDS)
             self._controls.resume(COMMIT_SECONDS)

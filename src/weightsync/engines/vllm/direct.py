@@ -9,6 +9,7 @@ import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.traced_shards import DirectShards, find_direct
+from weightsync.engines.vllm.experts import MovingExperts
 from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept, process_layers
 
 VllmConfig: TypeAlias = Any
@@ -27,14 +28,26 @@ def why_streamed(config: VllmConfig, device: torch.device) -> str | None:
 
 
 def direct_shards(
-    config: VllmConfig, model: torch.nn.Module, device: torch.device, checkpoint: HfCheckpoint, ranks: int
+    config: VllmConfig,
+    model: torch.nn.Module,
+    device: torch.device,
+    checkpoint: HfCheckpoint,
+    ranks: int,
+    experts: MovingExperts | None = None,
 ) -> DirectShards | str:
-    """Return shards over the parameters of ``model``, or the reason to stream. Runs on vLLM's model thread, between steps."""
+    """Return shards over the parameters of ``model``, or the reason to stream. Runs on vLLM's model thread, between steps.
+
+    They follow ``experts`` that move.
+    """
     reason = why_streamed(config, device)
     if reason is not None:
         return reason
     reload = partial(install_some, model, config.model_config)
     trial = partial(find_direct, model, checkpoint.manifest, reload, device, ranks, engine="vLLM", package="vllm")
+    if experts is not None:
+        if config.model_config.quantization is not None:
+            return f"the model is quantized ({config.model_config.quantization}), and its experts move (--enable-eplb)"
+        return trial(to_load=experts.all_here, moving=experts)
     if config.model_config.quantization is None:
         return trial()
     layer = kept_by_kernels(model)

@@ -113,7 +113,7 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
     layers = list(model.modules())
     unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     try:
-        with _restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
+        with restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
             for layer in layers:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
             yield
@@ -123,7 +123,7 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Put back what the tables held, in themselves."""
     before = [(table, dict(table)) for table in tables]
     try:
@@ -137,7 +137,7 @@ def _restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
 def kernels_kept(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Put back what layers' methods hold. A reload makes other kernels for quantized experts, over tensors of that reload."""
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    return _restored(vars(method) for method in methods if method is not None)
+    return restored(vars(method) for method in methods if method is not None)
 
 
 def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's

@@ -21,7 +21,7 @@ def global_rank(parallel: Any) -> int:  # noqa: ANN401 - vLLM's
 
 
 def refuse_balancing(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse expert load balancing.
+    """Refuse expert load balancing, for updates that vLLM's loader writes.
 
     Raises:
         ConfigurationError: It is enabled.
@@ -29,7 +29,8 @@ def refuse_balancing(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
     if parallel.enable_eplb:
         raise ConfigurationError(
             "vLLM's expert load balancing (--enable-eplb) moves experts between workers, but its loader writes updates to "
-            "their initial places, so old weights would stay in use. Start vLLM without it to update its weights"
+            "their initial places, so old weights would stay in use. Start vLLM without it for these updates, or as a replica that "
+            "a coordinator updates directly"
         )
 
 

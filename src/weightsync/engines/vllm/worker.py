@@ -20,12 +20,14 @@ from weightsync.engines.traced_shards import chosen_shards
 from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, LoraControls
 from weightsync.engines.vllm.direct import direct_shards
+from weightsync.engines.vllm.experts import MovingExperts, follow_balancing
 from weightsync.engines.vllm.loading import install, load_in_sessions, without_lora_layers
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.loras import WorkerLoras
 from weightsync.engines.vllm.patches import add_install_method
 from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.together import global_rank, refuse_balancing, together
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.releases import REPLICA, check_interface, release_of, warn_if_untested
 
@@ -67,7 +69,15 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         check_interface("vllm", REPLICA)
         warn_if_untested("vllm")
         super().__init__(*args, **kwargs)
-        refuse_balancing(self.parallel_config)
+        self._balanced = bool(self.parallel_config.enable_eplb)
+        if self._balanced:
+            if getattr(self.parallel_config, "enable_elastic_ep", False):
+                raise ConfigurationError(
+                    "elastic expert parallelism (--enable-elastic-ep) changes the number of vLLM's workers, which is not followed"
+                )
+            follow_balancing()
+        self.balancer: Any = None
+        """vLLM's ``EplbState`` of this worker, if there is one."""
         if not variable("WEIGHTSYNC_COORDINATOR"):
             _log.info("weightsync: no coordinator yet: set WEIGHTSYNC_COORDINATOR before vLLM starts, or call attach_server()")
         self._owned = ExitStack()
@@ -120,18 +130,24 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if prefix is not None:
             checkpoint, prefix = self._with_draft(checkpoint, prefix)
             delivery = "streamed" if delivery == "auto" else delivery  # two models have two loaders
-        trial = partial(direct_shards, self.vllm_config, self.model, self.device, checkpoint, parallel.world_size_across_dp)
+        experts = MovingExperts(self.model, self.balancer) if self._balanced else None
+        if experts is not None:
+            if delivery == "streamed":
+                refuse_balancing(parallel)
+            delivery = "direct"
+        ranks = parallel.world_size_across_dp
+        trial = partial(direct_shards, self.vllm_config, self.model, self.device, checkpoint, ranks, experts)
         direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
             # Their names are known in the owner's process.
             self._loras = self._find_loras(controls) if is_local(init_info.control) else None
-            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._loras)
+            adapter = VllmWorkerAdapter(checkpoint, controls, direct, self.device, prefix, self._loras, experts)
             adapter.no_shards = streams_because
             adapter.sleeps = self.model_config.enable_sleep_mode
             if adapter.sleeps:
                 adapter.no_source = "its weights may be asleep while it serves (--enable-sleep-mode)"
-            owned.enter_context(init_info.join(adapter, rank, parallel.world_size_across_dp, delivery))
+            owned.enter_context(init_info.join(adapter, rank, ranks, delivery))
             self._adapter = adapter
             self._owned = owned.pop_all()
 
@@ -171,6 +187,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         return checkpoint, ""
 
     def _join_group(self, request: GroupInfo) -> None:
+        refuse_balancing(self.parallel_config)
         if self._adapter is not None and self._pushed is None:
             raise ConfigurationError("this vLLM is a replica of a coordinator, which alone may update it")
         if self._pushed is not None:
@@ -281,4 +298,12 @@ def _has_labels() -> bool:
     return hasattr(EngineClient, "update_weight_version")
 
 
+def _join(own: Any, worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    engine = worker.weight_transfer_engine
+    if isinstance(engine, WeightsyncEngine):
+        engine.balancer = getattr(worker.model_runner, "eplb_state", None)
+    own(worker, *args, **kwargs)
+
+
 add_install_method(Worker, WeightsyncEngine)
+wrap_once(Worker, "init_weight_transfer_engine", _join)

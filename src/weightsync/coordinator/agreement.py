@@ -24,69 +24,59 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
 from weightsync.errors import DeadlineExceeded, PlanMismatch, ProtocolError, WeightSyncError, readable
 from weightsync.model import Layout, Version
-from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
+from weightsync.protocol.messages import Body, Done, Held, Hold, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
 from weightsync.spans import span
 
 _log = logging.getLogger(__name__)
 _LEAST_WINDOW = 4096  # whatever buckets an engine asks for
 _REASON = "the trainer publishes a stream"
 _MOST_BASES = 8  # that a trainer rank is asked for
-_MOST_LAYOUTS = 3  # of the ranks of a replica, for which a round plans
 
 
 async def prepare(
-    planner: Planner,
-    sources: Mapping[str, PublishingRank],
-    replica: Replica,
-    engines: Engines,
-    deadline: RoundDeadline,
-    *,
-    hold: bool = False,
+    planner: Planner, sources: Mapping[str, PublishingRank], replica: Replica, engines: Engines, deadline: RoundDeadline
 ) -> TransferPlan:
     """Plan the transfer to ``engines``; ranks that are not ready for that plan connect, map memory and build copy tables.
 
-    With ``hold``, ranks whose layouts change keep them from here on, and there is a plan for those that they have now.
-
     Raises:
-        PlanMismatch: A rank acknowledged another plan than the one it was sent, or its layout changes although it is held.
+        PlanMismatch: A rank acknowledged another plan than the one it was sent.
     """
-    for _ in range(_MOST_LAYOUTS):
-        with span("plan", replica.name):
-            agreed = await planner.agree(replica.name, sources, ranks_of(engines), deadline)
-        digests = {member: piece.digest for member, piece in agreed.slices.items()}
-        plans = {member: Prepare(piece, hold and engines[member].rank.hello.moves) for member, piece in agreed.slices.items()}
-        if await acknowledged(agreed.key, digests, engines, deadline, plans):
-            return agreed
-    raise PlanMismatch(f"the layouts of replica {replica.name} change faster than they are planned for")
+    with span("plan", replica.name):
+        agreed = await planner.agree(replica.name, sources, ranks_of(engines), deadline)
+    digests = {member: piece.digest for member, piece in agreed.slices.items()}
+    plans = {member: Prepare(piece) for member, piece in agreed.slices.items()}
+    await acknowledged(agreed.key, digests, engines, deadline, plans)
+    return agreed
+
+
+async def held(engines: Engines, deadline: RoundDeadline) -> None:
+    """Let the ranks whose layouts change keep them until the end of the round, and take note of those that they have now."""
+    moving = {member: link for member, link in engines.items() if link.rank.hello.moves and link.rank.layout is not None}
+    asked = {member: Hold("" if link.rank.layout is None else link.rank.layout.digest) for member, link in moving.items()}
+    for member, answer in (await on_all("hold", deadline, moving, asked, Held)).items():
+        if (columns := answer.layout) is not None:
+            link = moving[member]
+            layout = await in_thread("checking a layout", deadline, partial(Layout.from_columns, link.rank.manifest, columns))
+            link.rank = replace(link.rank, layout=layout)
 
 
 async def acknowledged(
     key: str, digests: Mapping[str, str], engines: Engines, deadline: RoundDeadline, message: Body | Mapping[str, Body]
-) -> bool:
+) -> None:
     """Send ``message`` to the ranks that are not prepared for what ``key`` names. Each acknowledges its one of ``digests``.
-
-    Returns:
-        Whether all are prepared. The others have another layout by now, which their handles have from here on.
 
     Raises:
         PlanMismatch: A rank acknowledged another digest.
     """
-    unprepared = {member: link for member, link in engines.items() if link.prepared != key or link.rank.hello.moves}
+    unprepared = {member: link for member, link in engines.items() if link.prepared != key}
     for link in unprepared.values():
         link.prepared = None  # even if this fails: a rank drops its plan before it prepares another
-    ready = True
     for member, answer in (await on_all("prepare", deadline, unprepared, message, Prepared)).items():
-        if (columns := answer.layout) is not None:
-            link, ready = engines[member], False
-            layout = await in_thread("checking a layout", deadline, partial(Layout.from_columns, link.rank.manifest, columns))
-            link.rank = replace(link.rank, layout=layout)
-            continue
         if answer.digest != digests[member]:
             raise PlanMismatch(
                 f"{member} acknowledged plan {answer.digest} instead of {digests[member]}: do both run the same weightsync?"
             )
         engines[member].prepared, engines[member].transports = key, answer.transports
-    return ready
 
 
 async def wait_for_background(replica: Replica, deadline: RoundDeadline) -> None:

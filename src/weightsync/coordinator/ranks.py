@@ -124,8 +124,6 @@ def check_answer(rank: TrainerRank | EngineRank, message: messages.Body, answer:
             sources = len(message.plan.sources if isinstance(message, messages.Prepare) else message.sources)
             if len(answer.transports) > sources:
                 raise ProtocolError(f"{rank.member} names {len(answer.transports)} transports for {sources} sources")
-            if answer.layout is not None and not (rank.hello.moves and isinstance(message, messages.Prepare)):
-                raise ProtocolError(f"{rank.member} sent another layout, but did not say that its layout changes")
             if not all(map(str.isprintable, (answer.digest, *answer.transports))):
                 raise ProtocolError(f"{rank.member} sent a plan digest or transport name that is not printable")
         case _:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
-from weightsync.coordinator.agreement import StagedDelta, prepare, reverted, served_bases, stage, wait_for_background
+from weightsync.coordinator.agreement import StagedDelta, held, prepare, reverted, served_bases, stage, wait_for_background
 from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
@@ -330,7 +330,8 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     """
     replica.require_complete()
     await wait_for_background(replica, deadline)
-    return await prepare(context.planner, source.ranks, replica, engines, deadline, hold=True)
+    await held(engines, deadline)
+    return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 
 class _Permit:

@@ -36,6 +36,8 @@ from weightsync.protocol.messages import (
     Commit,
     EndCall,
     EndStream,
+    Held,
+    Hold,
     Host,
     LetGo,
     Move,
@@ -111,9 +113,10 @@ class EngineRole(SessionFront):
         self._report = report
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
-            Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window, EndStream: self._end_stream,
-            Place: self._place, CheckSources: self._check_sources, Stage: self._stage, Pause: self._pause, Move: self._move,
-            Revert: self._revert, Update: self._update, LetGo: self._free, Audit: self._audit,
+            Hold: self._hold, Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window,
+            EndStream: self._end_stream, Place: self._place, CheckSources: self._check_sources, Stage: self._stage,
+            Pause: self._pause, Move: self._move, Revert: self._revert, Update: self._update, LetGo: self._free,
+            Audit: self._audit,
         }  # fmt: skip
         self._at_once[EndCall] = lambda body, ticket, deadline: self.session.call_ended(body.call, body.reason, body.refuse)
         self.transports = transports_for(transports, encrypted)
@@ -200,18 +203,22 @@ class EngineRole(SessionFront):
         """Answer a call of the coordinator that arrives now."""
         return self.answer(body, timeout)
 
+    def _hold(self, body: Hold, deadline: Deadline) -> Held:
+        """Keep experts and the like where they are, and say where that is."""
+        self.session.hold(deadline.left)
+        memory = self._look(self.session.shards())
+        if memory is None or not self.adapter.moves:
+            raise ProtocolError(f"the layout of {self.session.member} does not change")
+        self.layout = memory.layout
+        failpoints.reached("engine.held")
+        return Held(None if memory.layout.digest == body.layout else memory.layout.to_columns())
+
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
         if body.plan.delivery == "streamed" and not self.adapter.can_load:
             raise ConfigurationError(
                 f"the {self.adapter.name} adapter has no load(), so nothing can be streamed to this engine rank"
             )
-        if body.hold:
-            self.session.hold(deadline.left)
         memory = self._look(self.session.shards())
-        if self.adapter.moves and memory is not None and body.plan.delivery == "direct":
-            self.layout, columns = memory.layout, memory.layout.to_columns()
-            if columns != body.plan.layout:
-                return Prepared("", (), columns)
         if body.plan.delivery == "direct" and (memory is None or self.layout is None or memory.layout.digest != self.layout.digest):
             raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
         filler = self._filler

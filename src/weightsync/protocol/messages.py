@@ -31,11 +31,12 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Audit", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources",
-    "Commit", "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello",
-    "Host", "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause", "PieceColumns", "Place",
-    "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published", "Quarantine", "Reach",
-    "Refused", "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage", "Staged", "Timing",
-    "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode", "decoding", "encode",
+    "Commit", "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Held",
+    "Hello", "Hold", "Host", "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
+    "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published",
+    "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage",
+    "Staged", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode",
+    "decoding", "encode",
 ]  # fmt: skip
 
 PROTOCOL = 12
@@ -132,7 +133,7 @@ class Hello(Message, frozen=True):
     takes_any: bool = False
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
     moves: bool = False
-    """Whether this engine rank's layout changes while it serves. Each round asks for it with :attr:`Prepare.hold`."""
+    """Whether this engine rank's layout changes while it serves. Each round begins with :class:`Hold`."""
     url: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Where routers reach the replica of this engine rank."""
     lora_slots: LoraSlots | None = None
@@ -287,12 +288,25 @@ class EndStream(Message, frozen=True):
     """The manifest's fingerprint."""
 
 
+class Hold(Message, frozen=True):
+    """A round begins: a rank with :attr:`Hello.moves` keeps its layout until it resumes, or until this call's time is over.
+
+    ``layout`` is the digest of the layout that the coordinator knows. Answered by :class:`Held`.
+    """
+
+    layout: Name
+
+
+class Held(Message, frozen=True):
+    """The layout that the rank keeps, if it is another than the coordinator's."""
+
+    layout: LayoutColumns | None = None
+
+
 class Prepare(Message, frozen=True):
     """Prepare for this plan while still serving: connect, allocate staging, build copy tables. Answered by :class:`Prepared`."""
 
     plan: PlanSlice
-    hold: bool = False
-    """A round has begun: a rank whose layout changes keeps it until it resumes, or until this call's time is over."""
 
 
 class Prepared(Message, frozen=True):
@@ -300,8 +314,6 @@ class Prepared(Message, frozen=True):
 
     digest: Name
     transports: Annotated[tuple[Name, ...], Many]
-    layout: LayoutColumns | None = None
-    """The layout of a rank with :attr:`Hello.moves`, if the plan is for an earlier one. Then it has prepared nothing."""
 
 
 class CheckSources(Message, frozen=True):
@@ -493,10 +505,10 @@ class Done(Message, frozen=True):
 
 
 Body = (
-    Place | Placed | DigestUnderKey | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved | Commit | Resume |
-    Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream | Quarantine | Publish |
-    CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Refuted | Done | DeltaMessage |
-    UpdateMessage | StoreMessage | LoraMessage
+    Place | Placed | DigestUnderKey | Hold | Held | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved |
+    Commit | Resume | Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
+    Quarantine | Publish | CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Refuted | Done |
+    DeltaMessage | UpdateMessage | StoreMessage | LoraMessage
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -64,14 +64,16 @@ class AnyMap:
 
 def configured(folder, rank, ranks, parallel):
     """vLLM's configuration and groups, as for a GPU: its CPU build does not balance."""
-    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.config.parallel import EPLBConfig
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     type(current_platform).is_cuda_alike = lambda self: True
-    balancing = EPLBConfig(num_redundant_experts=REDUNDANT, step_interval=1, window_size=1, use_async=False, communicator="torch_gloo")
+    balancing = EPLBConfig(
+        num_redundant_experts=REDUNDANT, step_interval=1, window_size=1, use_async=False, communicator="torch_gloo"
+    )
     parallel |= {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": balancing}
     if "data_parallel_size" in parallel:
         parallel["data_parallel_rank"] = rank
@@ -96,12 +98,12 @@ class Worker:
 
     def __init__(self, folder, rank, ranks, parallel, background):
         from vllm.config import set_current_vllm_config
-        from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state, eplb_utils
+        from vllm.distributed.eplb import async_worker, eplb_state
 
         from weightsync.engines.vllm.experts import follow_balancing
 
         torch.Event = torch.accelerator.current_stream = Done
-        async_worker.device_stream = eplb_communicator.device_stream = eplb_utils.device_stream = lambda stream: nullcontext()
+        torch.accelerator.set_stream = lambda stream: None
         self.rank, self.ranks = rank, ranks
         self.config, self.trained = configured(folder, rank, ranks, parallel)
         follow_balancing()
@@ -159,7 +161,7 @@ class Worker:
 
             def pause(self, mode, timeout):
                 before = worker.map
-                for _ in range(3):
+                for _ in range(3 * (len(worker.held) % 2)):  # in every other round a step comes only when it is over
                     worker.state.step()
                 worker.held.append(torch.equal(worker.map, before))
 
@@ -192,7 +194,7 @@ def run(worker, url, token, trainer):
     from weightsync.errors import StaleSource
     from weightsync.protocol.messages import Audit
 
-    seen = {"wrong": [], "moved": 0, "results": [], "kept": [], "audits": [], "maps": []}
+    seen = {"wrong": [], "moved": 0, "results": [], "audits": [], "maps": []}
     with worker.joined(url, token) as engine:
 
         def audited():
@@ -219,7 +221,7 @@ def run(worker, url, token, trainer):
             moves = worker.adapter._experts.hold.moves
             # One step rebalances; in the background one begins, and each of the next takes one of two layers, so that every
             # other round finds a layer that was copied and not taken.
-            for _ in range(2 + number % 2):
+            for _ in range(2 + number // 2 % 2):
                 seen["moved"] += worker.step()
                 seen["wrong"] += [(f"after {number}", *each) for each in worker.wrong()]
             seen["audits"].append(audited() if worker.adapter._experts.hold.moves > moves else "none moved")
@@ -244,7 +246,9 @@ def main(folder, rank, ranks, parallel, kind):
         if rank == 0:
             server = owned.enter_context(BackgroundServer(ServerSettings(port=0)))
             where = [(server.url, server.token)]
-            trainer = owned.enter_context(weightsync.Trainer(worker.trained, server.url, token=server.token, rank=0, world_size=1, deltas=True))
+            trainer = owned.enter_context(
+                weightsync.Trainer(worker.trained, server.url, token=server.token, rank=0, world_size=1, deltas=True)
+            )
         torch.distributed.broadcast_object_list(where, 0)
         seen = run(worker, *where[0], trainer)
         torch.distributed.barrier()
@@ -252,4 +256,9 @@ def main(folder, rank, ranks, parallel, kind):
 
 
 if __name__ == "__main__":
+    import faulthandler
+
+    faulthandler.dump_traceback_later(100)  # TEMP
+
+    faulthandler.dump_traceback_later(300)  # TEMP
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5])

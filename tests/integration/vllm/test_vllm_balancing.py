@@ -1,4 +1,4 @@
-"""A worker of vLLM that starts: balancing of experts is refused, and one without a coordinator says what is missing."""
+"""A worker of vLLM that starts: what cannot be updated with balancing of experts is refused, and a missing coordinator is named."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.timeout(240)  # importing vLLM takes most of it
-def test_expert_load_balancing_is_refused_and_a_missing_coordinator_is_named(
+def test_what_expert_load_balancing_excludes_is_refused_and_a_missing_coordinator_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.config import ParallelConfig, VllmConfig, WeightTransferConfig
     from vllm.platforms import current_platform
 
-    from weightsync.engines.vllm.worker import WeightsyncEngine
+    from weightsync.engines.vllm.experts import MovingExperts
+    from weightsync.engines.vllm.worker import GroupInfo, WeightsyncEngine
 
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)  # vLLM's CPU build has no balancing at all
     parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True)
@@ -30,5 +31,11 @@ def test_expert_load_balancing_is_refused_and_a_missing_coordinator_is_named(
     missing = [record.getMessage() for record in caplog.records if "no coordinator yet" in record.getMessage()]
     assert len(missing) == 1, "with a coordinator in the environment it joins by itself"
     config.parallel_config = parallel
+    engine = WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model)
     with pytest.raises(ConfigurationError, match=r"--enable-eplb.*Start vLLM without it"):
+        engine._join_group(GroupInfo({}))
+    with pytest.raises(ConfigurationError, match="balancing of this worker does not know its model"):
+        MovingExperts(model, None)
+    parallel.enable_elastic_ep = True
+    with pytest.raises(ConfigurationError, match="--enable-elastic-ep"):
         WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, ANN204
 """Prints what rounds leave in the slots of vLLM's own model of experts while its own ``EplbState`` rebalances between and in them.
 
 ``python vllm_moving.py FOLDER RANK RANKS PARALLEL KIND``. PARALLEL has arguments of vLLM's engine as JSON, KIND is ``now`` or
@@ -221,7 +221,7 @@ def run(worker, url, token, trainer):
             moves = worker.adapter._experts.hold.moves
             # One step rebalances; in the background one begins, and each of the next takes one of two layers, so that every
             # other round finds a layer that was copied and not taken.
-            for _ in range(2 + number // 2 % 2):
+            for _ in range(2 + number % 2):
                 seen["moved"] += worker.step()
                 seen["wrong"] += [(f"after {number}", *each) for each in worker.wrong()]
             seen["audits"].append(audited() if worker.adapter._experts.hold.moves > moves else "none moved")
@@ -256,9 +256,4 @@ def main(folder, rank, ranks, parallel, kind):
 
 
 if __name__ == "__main__":
-    import faulthandler
-
-    faulthandler.dump_traceback_later(100)  # TEMP
-
-    faulthandler.dump_traceback_later(300)  # TEMP
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5])

@@ -301,7 +301,8 @@ def _has_labels() -> bool:
 def _join(own: Any, worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
     engine = worker.weight_transfer_engine
     if isinstance(engine, WeightsyncEngine):
-        engine.balancer = getattr(worker.model_runner, "eplb_state", None)
+        runner = worker.model_runner
+        engine.balancer = getattr(runner, "eplb_state", None) or getattr(getattr(runner, "eplb", None), "state", None)
     own(worker, *args, **kwargs)
 
 

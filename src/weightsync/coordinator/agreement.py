@@ -24,7 +24,8 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
 from weightsync.errors import DeadlineExceeded, PlanMismatch, ProtocolError, WeightSyncError, readable
 from weightsync.model import Layout, Version
-from weightsync.protocol.messages import Body, Done, Held, Hold, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
+from weightsync.protocol import messages
+from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
 from weightsync.spans import span
 
 _log = logging.getLogger(__name__)
@@ -51,9 +52,10 @@ async def prepare(
 
 async def held(engines: Engines, deadline: RoundDeadline) -> None:
     """Let the ranks whose layouts change keep them until the end of the round, and take note of those that they have now."""
-    moving = {member: link for member, link in engines.items() if link.rank.hello.moves and link.rank.layout is not None}
-    asked = {member: Hold("" if link.rank.layout is None else link.rank.layout.digest) for member, link in moving.items()}
-    for member, answer in (await on_all("hold", deadline, moving, asked, Held)).items():
+    moving = {member: link for member, link in engines.items() if link.rank.hello.moves}
+    layouts = {member: link.rank.layout for member, link in moving.items()}
+    asked = {member: messages.KeepLayout("" if layout is None else layout.digest) for member, layout in layouts.items()}
+    for member, answer in (await on_all("hold", deadline, moving, asked, messages.LayoutKept)).items():
         if (columns := answer.layout) is not None:
             link = moving[member]
             layout = await in_thread("checking a layout", deadline, partial(Layout.from_columns, link.rank.manifest, columns))

@@ -36,9 +36,9 @@ from weightsync.protocol.messages import (
     Commit,
     EndCall,
     EndStream,
-    Held,
-    Hold,
     Host,
+    KeepLayout,
+    LayoutKept,
     LetGo,
     Move,
     Moved,
@@ -113,7 +113,7 @@ class EngineRole(SessionFront):
         self._report = report
         super().__init__(EngineSession(adapter, member, self._abort_work, self._withdraw, lambda: self.loras.base_changed(None)))
         self._handlers |= {
-            Hold: self._hold, Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window,
+            KeepLayout: self._hold, Prepare: self._prepare, OpenStream: self._open_stream, MoveWindow: self._move_window,
             EndStream: self._end_stream, Place: self._place, CheckSources: self._check_sources, Stage: self._stage,
             Pause: self._pause, Move: self._move, Revert: self._revert, Update: self._update, LetGo: self._free,
             Audit: self._audit,
@@ -203,7 +203,7 @@ class EngineRole(SessionFront):
         """Answer a call of the coordinator that arrives now."""
         return self.answer(body, timeout)
 
-    def _hold(self, body: Hold, deadline: Deadline) -> Held:
+    def _hold(self, body: KeepLayout, deadline: Deadline) -> LayoutKept:
         """Keep experts and the like where they are, and say where that is."""
         self.session.hold(deadline.left)
         memory = self._look(self.session.shards())
@@ -211,7 +211,7 @@ class EngineRole(SessionFront):
             raise ProtocolError(f"the layout of {self.session.member} does not change")
         self.layout = memory.layout
         failpoints.reached("engine.held")
-        return Held(None if memory.layout.digest == body.layout else memory.layout.to_columns())
+        return LayoutKept(None if memory.layout.digest == body.layout else memory.layout.to_columns())
 
     def _prepare(self, body: Prepare, deadline: Deadline) -> Prepared:
         if body.plan.delivery == "streamed" and not self.adapter.can_load:

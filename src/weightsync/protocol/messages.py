@@ -31,8 +31,8 @@ from weightsync.spans import MOST_SPANS, Clock, Seconds, Span
 
 __all__ = [
     "PROTOCOL", "UNREADABLE", "Answer", "Audit", "Body", "Call", "Cancel", "CannotPublish", "ChangedWords", "CheckSources",
-    "Commit", "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Held",
-    "Hello", "Hold", "Host", "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
+    "Commit", "Confirmed", "CountOn", "Delivery", "DigestUnderKey", "Done", "EndCall", "EndStream", "Failure", "Frame", "Hello",
+    "Host", "KeepLayout", "LayoutKept", "LetGo", "Memory", "Move", "MoveWindow", "Moved", "Notice", "Offer", "OpenStream", "Pause",
     "PieceColumns", "Place", "PlaceWindow", "Placed", "PlanSlice", "Prepare", "Prepared", "Progress", "Publish", "Published",
     "Quarantine", "Reach", "Refused", "ReplicaList", "ReplicaResult", "Resume", "Revert", "RoundResult", "SourceAddress", "Stage",
     "Staged", "Timing", "Traits", "Update", "Updated", "WaitForReplicas", "Welcome", "WindowMoved", "WindowPlaced", "decode",
@@ -133,7 +133,7 @@ class Hello(Message, frozen=True):
     takes_any: bool = False
     """Whether this engine rank takes whatever tensors a stream brings. Its manifest holds no tensor."""
     moves: bool = False
-    """Whether this engine rank's layout changes while it serves. Each round begins with :class:`Hold`."""
+    """Whether this engine rank's layout changes while it serves. Each round begins with :class:`KeepLayout`."""
     url: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Where routers reach the replica of this engine rank."""
     lora_slots: LoraSlots | None = None
@@ -288,16 +288,16 @@ class EndStream(Message, frozen=True):
     """The manifest's fingerprint."""
 
 
-class Hold(Message, frozen=True):
+class KeepLayout(Message, frozen=True):
     """A round begins: a rank with :attr:`Hello.moves` keeps its layout until it resumes, or until this call's time is over.
 
-    ``layout`` is the digest of the layout that the coordinator knows. Answered by :class:`Held`.
+    ``layout`` is the digest of the layout that the coordinator knows. Answered by :class:`LayoutKept`.
     """
 
     layout: Name
 
 
-class Held(Message, frozen=True):
+class LayoutKept(Message, frozen=True):
     """The layout that the rank keeps, if it is another than the coordinator's."""
 
     layout: LayoutColumns | None = None
@@ -505,8 +505,8 @@ class Done(Message, frozen=True):
 
 
 Body = (
-    Place | Placed | DigestUnderKey | Hold | Held | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move | Moved |
-    Commit | Resume | Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
+    Place | Placed | DigestUnderKey | KeepLayout | LayoutKept | Prepare | Prepared | CheckSources | LetGo | Audit | Pause | Move |
+    Moved | Commit | Resume | Update | Updated | PlaceWindow | WindowPlaced | OpenStream | MoveWindow | WindowMoved | EndStream |
     Quarantine | Publish | CannotPublish | EndCall | Published | CountOn | WaitForReplicas | ReplicaList | Refuted | Done |
     DeltaMessage | UpdateMessage | StoreMessage | LoraMessage
 )  # fmt: skip

@@ -20,7 +20,7 @@ from weightsync.config import RoundSettings
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, TrainerRank, known_as
 from weightsync.coordinator.status import ReplicaStatus
-from weightsync.errors import Aborted, LoadError, PeerLost, PlanMismatch, StaleSource, VerificationError
+from weightsync.errors import Aborted, LoadError, PeerLost, StaleSource, VerificationError
 from weightsync.model import Layout, Manifest, PauseMode, Version
 from weightsync.model.window import WindowPart
 from weightsync.protocol.messages import (
@@ -32,8 +32,6 @@ from weightsync.protocol.messages import (
     DigestUnderKey,
     Done,
     EndStream,
-    Held,
-    Hold,
     Host,
     LetGo,
     Move,
@@ -354,7 +352,7 @@ class EngineProcess(_Process):
         self, world: World, name: str, rank: int, ranks: int, session: str, delivery: Delivery, manifest: Manifest
     ) -> None:
         self.world, self.name, self.member, self.connected = world, name, f"{name}/{rank}", False
-        self.ranks = ranks
+        self.ranks, self.moves = ranks, False
         self.notices: list[tuple[float, str]] = []
         self.content = np.full(1, SCRAMBLED, np.int64)
         self.label: Version | None = None
@@ -367,8 +365,6 @@ class EngineProcess(_Process):
         """Version that other replicas can read here."""
         self.manifest = manifest
         self.credential = ""
-        self.moves = False  # whether its layout changes while it serves
-        self.was_held = 0
         self.own = None if delivery == "streamed" else rows_layout(manifest, rank, ranks)
         host = Host(name, name) if world.apart else HOST
         offers = (Offer("memory", f"{self.member}'s", host),)
@@ -377,10 +373,9 @@ class EngineProcess(_Process):
         def make() -> EngineRank:
             hello = said(
                 name, rank, ranks, host, session=session, transports=("memory",), delivery=delivery, bucket_bytes=64,
-                adapter="fake",
+                adapter="fake", moves=self.moves,
                 serving=self.label if self.generating else None,  # a rank that is paused serves nothing
-                credential=known_as(self.credential), takes_any=not len(manifest), moves=self.moves,
-                offers=offers, refuted=self.refuted,
+                credential=known_as(self.credential), takes_any=not len(manifest), offers=offers, refuted=self.refuted,
             )  # fmt: skip
             return EngineRank(hello, manifest, self.own, None if served is None else PublishingRank(hello, manifest, served))
 
@@ -434,12 +429,6 @@ class FakeEngine(_Node):
         match body:
             case Prepare():
                 return await self.prepare(body.plan)
-            case Hold():
-                await self._enter("hold")
-                self.process.was_held += 1
-                layout = self.process.own
-                assert layout is not None
-                return Held(None if layout.digest == body.layout else layout.to_columns())
             case CheckSources():
                 await self.check_sources(body.number)
             case LetGo():
@@ -476,8 +465,6 @@ class FakeEngine(_Node):
     async def prepare(self, plan: PlanSlice) -> Prepared:
         kind = await self._enter("prepare")
         process = self.process
-        if process.own is not None and plan.delivery == "direct" and process.own.to_columns() != plan.layout:
-            raise PlanMismatch("another layout")
         process.plan, process.layout = plan, Layout.from_columns(process.manifest, plan.layout)
         if len(process.content) != len(process.layout):
             process.content = np.full(len(process.layout), SCRAMBLED, np.int64)

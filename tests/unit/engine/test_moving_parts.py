@@ -15,7 +15,7 @@ from torch import nn
 from weightsync import failpoints
 from weightsync.errors import PlanMismatch, StaleSource
 from weightsync.model import Layout
-from weightsync.protocol.messages import Audit, Done, Held, Hold, Prepare, Prepared
+from weightsync.protocol.messages import Audit, Done, KeepLayout, LayoutKept, Prepare, Prepared
 from weightsync.tensors.shards import Shard, shard
 
 
@@ -58,8 +58,8 @@ def prepare(stage: Stage) -> None:
     """As a coordinator does: plan for the layout that the rank keeps."""
     layout = stage.targets["r/0"].layout
     assert layout is not None
-    answer = stage.engine.handle(Hold(layout.digest), SECONDS)
-    assert isinstance(answer, Held)
+    answer = stage.engine.handle(KeepLayout(layout.digest), SECONDS)
+    assert isinstance(answer, LayoutKept)
     if answer.layout is not None:
         layout = Layout.from_columns(stage.engine.manifest, answer.layout)
         stage.targets = {member: replace(rank, layout=layout) for member, rank in stage.targets.items()}

@@ -29,7 +29,7 @@ _OWN = "_weightsync_hold"
 _making = threading.Lock()
 
 
-class Hold:
+class BalancingHold:
     """Keeps the experts of one worker where they are during rounds. Used by vLLM's thread and by weightsync's."""
 
     def __init__(self, state: EplbState) -> None:
@@ -102,12 +102,12 @@ def _any_rank(yes: bool) -> bool:
     return bool(flag.item())
 
 
-def hold_of(state: EplbState) -> Hold:
+def hold_of(state: EplbState) -> BalancingHold:
     """Return the one hold of ``state``."""
     with _making:
         if (held := vars(state).get(_OWN)) is None:
-            setattr(state, _OWN, held := Hold(state))
-        hold: Hold = held
+            setattr(state, _OWN, held := BalancingHold(state))
+        hold: BalancingHold = held
         return hold
 
 

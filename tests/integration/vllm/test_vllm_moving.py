@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.rare, pytest.mark.timeout(400)]
 def test_every_slot_of_every_rank_holds_what_was_published_of_its_expert(
     tmp_path: Path, parallel: dict[str, int], kind: str
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     with none_outlives():
         processes = [
             subprocess.Popen(

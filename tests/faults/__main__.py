@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 from tests.faults.campaign import (
+    CHANGED_ONE_OF,
+    DELTAS,
     FORK_MUTANT_ACTS,
     TRANSPORTS,
     Case,
@@ -82,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         with ExitStack() as owned:
             network = owned.enter_context(made[transport]()) if transport in made else None
-            stage = owned.enter_context(Stage("tcp" if network else transport, tally, network))
+            by, every = ("shared_memory", CHANGED_ONE_OF) if transport == DELTAS else ("tcp" if network else transport, 1)
+            stage = owned.enter_context(Stage(by, tally, network, every=every))
             try:
                 run_cases(stage, mine, found, _say)
                 if rounds:
@@ -147,6 +150,7 @@ def _report(found: Findings, tally: Tally, injected: Counter[str], sources: int,
         "hangs": len(found.hangs),
         "leaks": len(found.leaks),
         "uncaught_corruptions": len(found.uncaught),
+        "went_on_after_a_failure": found.went_on,
         "mutants": mutants[0],
         "mutants_caught": mutants[1],
     }

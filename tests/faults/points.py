@@ -73,7 +73,7 @@ DELTA_POINTS = (
     "engine.reverted",
     "round.reverted",
 )
-"""Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
+"""Further points of a round that moves only what changed."""
 
 AUDIT_POINTS = ("engine.received.audit", "engine.audit")
 """Points of an engine rank that has served for some seconds: the simulation reaches them, the campaign does not."""

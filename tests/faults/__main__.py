@@ -14,11 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from tempfile import TemporaryDirectory
 
 from tests.faults.campaign import (
     CHANGED_ONE_OF,
     DELTAS,
     FORK_MUTANT_ACTS,
+    STORE,
     TRANSPORTS,
     Case,
     Findings,
@@ -84,8 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         with ExitStack() as owned:
             network = owned.enter_context(made[transport]()) if transport in made else None
-            by, every = ("shared_memory", CHANGED_ONE_OF) if transport == DELTAS else ("tcp" if network else transport, 1)
-            stage = owned.enter_context(Stage(by, tally, network, every=every))
+            by, every = ("shared_memory", CHANGED_ONE_OF) if transport in (DELTAS, STORE) else ("tcp" if network else transport, 1)
+            store = owned.enter_context(TemporaryDirectory()) if transport == STORE else None
+            stage = owned.enter_context(Stage(by, tally, network, every=every, store=store))
             try:
                 run_cases(stage, mine, found, _say)
                 if rounds:

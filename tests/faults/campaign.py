@@ -19,6 +19,7 @@ from tests.faults.points import (
     ENGINE_POINTS,
     ENGINE_REPAIR_POINTS,
     ENGINE_TOGETHER_POINTS,
+    STORE_POINTS,
     TRAINER_POINTS,
 )
 from tests.faults.relay import Relay
@@ -32,6 +33,7 @@ __all__ = [
     "DELTAS",
     "FORK_MUTANT_ACTS",
     "IMPAIRMENTS",
+    "STORE",
     "TRANSPORTS",
     "Case",
     "Findings",
@@ -44,9 +46,11 @@ __all__ = [
 ]
 
 DELTAS = "deltas"
-TRANSPORTS = ("shared_memory", "tcp", "relay", "network", "nixl", DELTAS)
+STORE = "store"
+TRANSPORTS = ("shared_memory", "tcp", "relay", "network", "nixl", DELTAS, STORE)
 """``relay`` is encrypted TCP by way of a relay that can do what networks do; ``network`` TCP to another network namespace, where a
-cable can be cut; ``deltas`` shared memory, of which replicas read what changed."""
+cable can be cut; ``deltas`` shared memory, of which replicas read what changed; ``store`` the same, and trainers
+store their versions in a folder."""
 CHANGED_ONE_OF = 64
 """Elements of which a version with deltas changes one."""
 IMPAIRMENTS = ("delay", "loss")
@@ -107,6 +111,11 @@ def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
     for transport in transports:
         if transport == DELTAS:
             yield from _delta_cases()
+            continue
+        if transport == STORE:
+            for act, rank in (("kill", 0), ("kill", 1), ("stop", 0), ("stop", 1)):
+                points = STORE_POINTS if rank == 0 else STORE_POINTS[: STORE_POINTS.index("store.manifest")]
+                yield from (Case(STORE, f"trainer-{rank}", point, act) for point in points)
             continue
         if transport in ("relay", "network"):
             acts = ("cut", "break") if transport == "relay" else ("cut",)
@@ -214,6 +223,9 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
     if case.act in (LISTS, STAGED):
         _run_flipped(stage, case, found)
         return
+    if case.transport == STORE:
+        _run_stored(stage, case)
+        return
     trap = Trap(case.party, case.point, case.act, order)
     repairing = case.point in ENGINE_REPAIR_POINTS
     if repairing:  # only after a round that failed
@@ -280,6 +292,42 @@ def _run_flipped(stage: Stage, case: Case, found: Findings) -> None:
         found.went_on += not wrong
     if wrong:
         found.failed.append(f"{case.name}: {wrong}; {answers}")
+
+
+def _run_stored(stage: Stage, case: Case) -> None:
+    """A trainer rank does not get to the end of storing a version. Then both are gone, and all replicas come from the store."""
+    trap = Trap(case.party, case.point, case.act)
+    stage.set(trap)
+    number, asked = stage.publish(_WELL)
+    if not trap.sprung.wait(_REACHED):
+        raise WeightSyncError(f"{case.party} never reached {case.point}: {stage.describe()}")
+    for party in asked:
+        if party.name != case.party:
+            party.hear(_WELL + 5.0)
+    if case.act == "stop":
+        stage.parties[case.party].signal(signal.SIGCONT)
+        stage.parties[case.party].hear(_WELL + 5.0)
+        stage.wait_until(f"{number} is stored", lambda: _stored(stage) == number, _WELL)
+    for party in asked:
+        party.signal(signal.SIGKILL)
+    engines = [name for name in stage.parties if name.startswith(("duo", "solo"))]
+    for command in ("leave", "join"):
+        for name in engines:
+            stage.parties[name].tell(do=command)
+        for name in engines:
+            stage.parties[name].hear(_WELL)
+    stored = _stored(stage)
+    if not number - 1 <= stored <= number:
+        raise WeightSyncError(f"after version {number}, version {stored} is stored")
+    stage.wait_until(f"all serve version {stored} of the store", lambda: not stage.not_at(stored, None), _WELL)
+    for party in asked:
+        stage.start(party.name)
+
+
+def _stored(stage: Stage) -> int:
+    """Number of the version that the coordinator knows to be stored; -1 for none."""
+    version = stage.status().stored
+    return -1 if version is None else version.number
 
 
 def _not_gone_on(stage: Stage, number: int) -> list[str]:

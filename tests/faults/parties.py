@@ -35,6 +35,7 @@ from weightsync.protocol.messages import Quarantine
 from weightsync.server.server import serve
 from weightsync.tensors.changes import HostChanges
 from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.tcp.transport import Tcp
@@ -158,6 +159,8 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     commands, gate, _ = sockets
     rank, world = config["rank"], config["world"]
+    if config["store"] is not None:
+        os.environ |= {"WEIGHTSYNC_STORE": config["store"], "WEIGHTSYNC_STORE_KEEP": "2"}
     # DTensors need a mesh, and nothing here communicates: a group that only pretends lets one rank restart without the others.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -178,7 +181,7 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
 
     def obey(order: dict[str, Any]) -> None:
         role = made._role
-        if not isinstance(role.region, PublishedRegion):
+        if not (isinstance(role, TrainerRole) and isinstance(role.region, PublishedRegion)):
             return
         if order["corrupt"] != LISTS:
             _corrupt(role.region, world, order["corrupt"], order["seed"])
@@ -260,7 +263,7 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
             token=config["token"],
             rank=config["rank"],
             world_size=config["world"],
-            transports=[config["transport"]],
+            transports=[config["transport"], *([] if config["store"] is None else ["store"])],
             delivery=config["delivery"],
             bucket_bytes=1 << 18,
             serve_weights=config["serve"],

@@ -109,7 +109,7 @@ STORE_POINTS = (
     "store.manifest_written",
     "store.manifests_removed",
 )
-"""Points of a trainer rank that stores its version, and of garbage collection: see ``tests/unit/store/test_crashes.py``."""
+"""Points of a trainer rank that stores its version, and of garbage collection: also see ``tests/unit/store/test_crashes.py``."""
 
 UPDATE_POINTS = (
     "rank.received.joingroup",

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.faults import leaks, points
-from tests.faults.campaign import DELTAS, FORK_MUTANT_ACTS, cases
+from tests.faults.campaign import DELTAS, FORK_MUTANT_ACTS, STORE, cases
 from tests.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
 from tests.faults.fork_mutants import MUTANTS
 from tests.faults.leaks import Held, grown, held
@@ -110,6 +110,7 @@ def campaign(*arguments: str, seconds: float = 170) -> dict[str, int]:
             ["lists/trainer-0", "staged/duo-1", "kill/duo-1/engine.applied", "kill/duo-1/engine.revert", "stop/coordinator"],
             marks=pytest.mark.rare,
         ),
+        pytest.param(STORE, ["kill/trainer-0/store.manifest_written", "stop/trainer-1/store.piece"], marks=pytest.mark.rare),
     ],
 )
 def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
@@ -119,7 +120,7 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
     only = [text for part in chosen for text in ("--only", part)]
     found = campaign("--transport", transport, "--soak", "40" if transport in ("shared_memory", "tcp") else "0", *only)
     assert found["schedules"] >= len(chosen)
-    assert found["went_on_after_a_failure"] == (3 if transport == DELTAS else 0)  # two cases, and the warm-up
+    assert found["went_on_after_a_failure"] == {DELTAS: 3, STORE: 1}.get(transport, 0)  # with the warm-up
     assert found["faults_injected"] > len(chosen)
 
 
@@ -168,6 +169,7 @@ def test_every_point_is_visited_by_every_party_that_has_it() -> None:
         for act in ("kill", "stop"):
             for point in EVERY_POINT:
                 assert (transport, act, point) in visited
+    assert {(STORE, act, point) for act in ("kill", "stop") for point in points.STORE_POINTS} <= visited
     assert {(DELTAS, act, point) for act in ("kill", "stop") for point in points.DELTA_POINTS} <= visited
     assert len({case.name for case in cases()}) == len(list(cases()))
 

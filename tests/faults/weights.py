@@ -106,7 +106,7 @@ class Weights(EngineAdapter):
             marks = tensor - places  # the version, shifted, where every element is in its place
             newest = int(marks.max()) >> _SHIFT
             wrong = marks[marks != _marks(places, newest, self._every)]
-            versions |= {newest, *(wrong >> _SHIFT).unique().tolist()}
+            versions |= {newest, *(wrong >> _SHIFT).tolist()}
             if len(wrong):
                 versions.add(-1)  # bytes that this version does not have at this place
         with self._changed:

@@ -184,11 +184,6 @@ class PastRounds:
         self.failure: tuple[int, str, float] | None = None
         """Number, error and end of the last round, if it ended without a result."""
 
-    @property
-    def last(self) -> object:
-        """What the last round left: another object after every round."""
-        return self.failure or (self.results[-1] if self.results else None)
-
     def traced(self, number: int) -> RoundTracer | None:
         """Return what was traced of a round; ``None`` if nothing was or the round is too long ago."""
         return next((past for past in reversed(self.traces) if past.round == number), None)

@@ -163,6 +163,8 @@ class Worker:
                 before = worker.map
                 for _ in range(3 * (len(worker.held) % 2)):  # in every other round a step comes only when it is over
                     worker.state.step()
+                if len(worker.held) == 2:  # as if a layer was copied since, because the hold was over before the pause
+                    worker.adapter._experts.hold._until, worker.adapter._experts.hold._discards = 0.0, False
                 worker.held.append(torch.equal(worker.map, before))
 
         self.held = []

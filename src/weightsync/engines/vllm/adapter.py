@@ -84,9 +84,10 @@ class VllmWorkerAdapter(StagedAdapter):
         self._loaded.clear()
 
     def wake_weights(self) -> None:
-        """Wait for the engine's last step, and look again where experts are: no step runs from here on."""
+        """Wait for the engine's last step, and look again where experts are: no step runs from here on, held or not."""
         super().wake_weights()
         if self._experts is not None:
+            self._experts.hold.discard()
             self._experts.look()
 
     def finish(self, version: Version) -> None:

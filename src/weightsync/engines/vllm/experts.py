@@ -50,9 +50,14 @@ class BalancingHold:
         if not self._step.acquire(timeout=seconds):
             raise DeadlineExceeded(f"vLLM's experts were moving for {seconds:.3g} s")
         try:
-            self._until, self._discards = time.monotonic() + seconds, self._state.is_async
+            self._until = time.monotonic() + seconds
+            self.discard()
         finally:
             self._step.release()
+
+    def discard(self) -> None:
+        """Let vLLM discard what is copied in the background now. No step runs."""
+        self._discards = self._state.is_async
 
     def end(self) -> None:
         """Let experts move again. The engine is paused, or was resumed just now."""

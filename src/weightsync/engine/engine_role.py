@@ -220,7 +220,7 @@ class EngineRole(SessionFront):
             )
         memory = self._look(self.session.shards())
         if body.plan.delivery == "direct" and (memory is None or self.layout is None or memory.layout.digest != self.layout.digest):
-            raise PlanMismatch("the engine rebuilt its parameters since it joined: restart this rank's weightsync.Engine")
+            raise self._rebuilt("joined")
         filler = self._filler
         if not isinstance(filler, PlanFiller) or not filler.fits(body.plan, () if memory is None else memory.addresses):
             filler = self._new_filler(body.plan, memory, deadline)
@@ -230,6 +230,11 @@ class EngineRole(SessionFront):
                 _ = filler.cover
         failpoints.reached("engine.prepared")
         return Prepared(digest=filler.digest, transports=filler.transports)
+
+    def _rebuilt(self, since: str) -> PlanMismatch:
+        if self.adapter.moves:
+            return PlanMismatch(f"the engine moved parameters between its ranks since it {since}, which the next round follows")
+        return PlanMismatch(f"the engine rebuilt its parameters since it {since}: restart this rank's weightsync.Engine")
 
     def _new_filler(self, plan: PlanSlice, memory: ParameterMemory | None, deadline: Deadline) -> PlanFiller:
         self._drop_filler()
@@ -442,7 +447,7 @@ class EngineRole(SessionFront):
         memory = self._look(shards)
         if memory is None or memory.device != filler.device or memory.layout.digest != filler.layout.digest:
             self._drop_filler()
-            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+            raise self._rebuilt("prepared")
         filler = self._new_filler(filler.plan, memory, deadline)
         self._held = shards
         return filler
@@ -469,7 +474,7 @@ class EngineRole(SessionFront):
 
     def _check_memory(self) -> None:
         if self._memory is not None and not self._unmoved(self.session.shards("follow") or (), self._held):
-            raise PlanMismatch("the engine rebuilt its parameters since it prepared: restart this rank's weightsync.Engine")
+            raise self._rebuilt("prepared")
 
     def _update(self, body: Update, deadline: Deadline) -> Updated:
         """A whole round: what the coordinator would compare between move and commit, the rank that holds everything does."""

@@ -62,7 +62,7 @@ class EngineAdapter:
     moves = False
     """Whether the engine exchanges parameters with other ranks while it serves (experts, to balance their load).
 
-    Then ``shards`` may return other boxes than before, in each round, after :meth:`hold`.
+    Then ``shards`` may return other boxes than before, in each round, after :meth:`hold_parameters`.
     """
 
     loads_late = False
@@ -144,7 +144,7 @@ class EngineAdapter:
     def announced(self, order: tuple[int, int] | None) -> None:
         """The next ``pause`` is for the version of this epoch and number; ``None`` if that is not known. Must not block."""
 
-    def hold(self, seconds: float) -> None:
+    def hold_parameters(self, seconds: float) -> None:
         """A round begins, while the engine serves: exchange no parameters until ``resume``, or until ``seconds`` have passed.
 
         Only called if it ``moves``. If it exchanged some after that time, ``shards`` says so in the pause, and the round fails.

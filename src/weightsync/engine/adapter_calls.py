@@ -166,11 +166,11 @@ class AdapterCalls:
             every.append(shards)
         return every[0] if len(every) == 1 else [shard for shards in every for shard in shards]
 
-    def hold(self, seconds: float) -> None:
-        """See :meth:`EngineAdapter.hold`."""
+    def hold_parameters(self, seconds: float) -> None:
+        """See :meth:`EngineAdapter.hold_parameters`."""
         for adapter, driven in self._driven:
-            with self._call(adapter, driven, "hold"):
-                adapter.hold(seconds)
+            with self._call(adapter, driven, "hold_parameters"):
+                adapter.hold_parameters(seconds)
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""

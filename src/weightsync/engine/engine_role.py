@@ -205,10 +205,11 @@ class EngineRole(SessionFront):
 
     def _hold(self, body: KeepLayout, deadline: Deadline) -> LayoutKept:
         """Keep experts and the like where they are, and say where that is."""
-        self.session.hold(deadline.left)
-        memory = self._look(self.session.shards())
-        if memory is None or not self.adapter.moves:
+        if not self.adapter.moves:
             raise ProtocolError(f"the layout of {self.session.member} does not change")
+        self.session.hold_parameters(deadline.left)
+        if (memory := self._look(self.session.shards())) is None:
+            raise PlanMismatch(f"the parameters of {self.session.member} cannot be written any more")
         self.layout = memory.layout
         failpoints.reached("engine.held")
         return LayoutKept(None if memory.layout.digest == body.layout else memory.layout.to_columns())

@@ -360,9 +360,9 @@ class EngineSession:
         """Where the parameters are now; ``None`` if the engine can only be streamed to. ``phase`` names the call in traces."""
         return self._calls.shards(phase)
 
-    def hold(self, seconds: float) -> None:
-        """Let the engine exchange no parameters with other ranks, see :meth:`EngineAdapter.hold`."""
-        self._calls.hold(seconds)
+    def hold_parameters(self, seconds: float) -> None:
+        """Let the engine exchange no parameters with other ranks, see :meth:`EngineAdapter.hold_parameters`."""
+        self._calls.hold_parameters(seconds)
 
     def device(self) -> torch.device | None:
         """Where the engine's loader wants its buckets."""

@@ -25,7 +25,7 @@ class Exchanging(Watched):
     moves = True
     changed = stirred = False
 
-    def hold(self, seconds: float) -> None:
+    def hold_parameters(self, seconds: float) -> None:
         self.said.append("hold")
 
     def shards(self) -> list[Shard]:

@@ -72,7 +72,7 @@ class VllmWorkerAdapter(StagedAdapter):
         """Whether experts may have moved since the last round."""
         return self._experts is not None and self._experts.moved
 
-    def hold(self, seconds: float) -> None:
+    def hold_parameters(self, seconds: float) -> None:
         """Keep experts where they are until :meth:`resume`, for ``seconds`` at most, and look where that is."""
         if self._experts is not None:
             self._experts.hold.begin(seconds)

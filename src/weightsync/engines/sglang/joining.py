@@ -113,6 +113,7 @@ class SglangAdapter(StagedAdapter):
     name = "sglang"
     pauses_twice = True  # rank 0 continues all ranks, also those whose own resume fails
     sleeps = True
+    loads_some = True  # all staged tensors are loaded: SGLang processes every layer of some models again
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +18,17 @@ _E4M3_224, _E4M3_448 = 0x76, 0x7E
 ModelConfig: TypeAlias = Any
 """``vllm.config.ModelConfig``. Its ``quantization`` is ``None`` if the model is not quantized."""
 
+_unfilled: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""The layers of a model that a whole checkpoint does not fill (they are padded), and how many elements they get."""
+
 
 def install(
-    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool = True
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    whole: bool = True,
+    as_whole: bool = False,
 ) -> None:
     """Load the tensors of a checkpoint into ``model``, in place, on the thread that runs the model.
 
@@ -33,16 +42,19 @@ def install(
         tensors: Tensors by their names in the checkpoint.
         whole: Whether these are all tensors of the checkpoint. Otherwise they are those of some whole layers, and the others keep
             their weights.
+        as_whole: Whether each of these layers must get as many elements as when :func:`install` last loaded the whole checkpoint.
 
     Raises:
-        LoadError: The loader did not consume all tensors, or did not fill all parameters.
+        LoadError: The loader did not consume all tensors, or did not fill all parameters or ``as_whole`` layers.
         Exception: The loader raised it.
     """
     with _packed_experts(model):
-        _reload(model, model_config, tensors, whole)
+        _reload(model, model_config, tensors, whole, as_whole)
 
 
-def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool) -> None:
+def _reload(
+    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool, as_whole: bool
+) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
     tied = _tied(model)
@@ -58,6 +70,11 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
             raise LoadError(f"vLLM's loader did not fill {len(missing)} parameters: {few(missing)}")
+        unfilled = _waiting(model)
+        if whole:
+            _unfilled[model] = unfilled
+        elif as_whole and (parts := [name for name, count in unfilled.items() if _unfilled.get(model, {}).get(name) != count]):
+            raise LoadError(f"the tensors that changed fill only parts of {len(parts)} layers: {few(parts)}")
     except BaseException:
         _drop_buffered(model)
         finalize_layerwise_reload(model, model_config)
@@ -69,13 +86,23 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
             method.process_weights_after_loading(layer)
 
 
-def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _waiting(model: torch.nn.Module) -> dict[str, int]:
+    """Return the layers that vLLM's reload has not processed yet, although they got elements, and how many."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    infos = ((name, get_layerwise_info(layer)) for name, layer in model.named_modules())
+    return {name: info.load_numel for name, info in infos if info.can_load() and info.load_numel}
+
+
+def install_some(
+    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, as_whole: bool = False
+) -> None:
     """Load some whole layers as :func:`install` does, without vLLM's warnings about the other layers."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        install(model, model_config, tensors, whole=False)
+        install(model, model_config, tensors, whole=False, as_whole=as_whole)
     finally:
         log.setLevel(level)
 

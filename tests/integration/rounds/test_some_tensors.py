@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 import torch
-from tests.integration.rounds.test_deltas import Joined, model, only, publish, same
 from tests.integration.rounds.test_deltas import joined as joined  # noqa: PLC0414 - a fixture
+from tests.integration.rounds.test_deltas import model, only, publish, same
+from tests.integration.rounds.test_rounds import Joined
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline

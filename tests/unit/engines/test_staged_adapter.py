@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,6 @@ def test_what_was_never_staged_cannot_be_kept() -> None:
 def test_loaders_that_take_some_tensors_say_so_and_not_for_loaders_that_replace_them(adapter: type[EngineAdapter]) -> None:
     assert adapter.loads_some and not EngineAdapter.loads_some
     for method in ("load", "wake_weights"):
-        other = type(f"Other{method}", (adapter,), {method: lambda *_: None})
-        assert not other.loads_some
-        assert type(f"Again{method}", (other,), {"loads_some": True}).loads_some
+        other: Any = type(f"Other{method}", (adapter,), {method: lambda *_: None})
+        again: Any = type(f"Again{method}", (other,), {"loads_some": True})
+        assert again.loads_some and not other.loads_some

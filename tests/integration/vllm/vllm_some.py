@@ -26,7 +26,8 @@ ALL, FAILING = 0, 4
 
 
 def play(directory: str, ranks: int) -> list[dict[str, Any]]:
-    model, seen = build(ranks, directory), []
+    model = build(ranks, directory)
+    seen: list[dict[str, Any]] = []
     parameters = dict(model.named_parameters())
     with ExitStack() as owned:
         coordinator = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0)))

@@ -21,6 +21,8 @@ from tests.integration.quantized_checkpoints import EXPERTS, SIZES, quantized
 from tests.integration.sglang.sglang_scheduler import RunningScheduler, install_stubs, use_environment
 
 UPDATES = 3
+FOR_TWO = {"intermediate_size": 512, "moe_intermediate_size": 256, "num_key_value_heads": 4}
+"""Sizes of which each of two ranks has whole blocks."""
 REFUSED = ("cache", "derived", "streamed", "unsteady")
 
 
@@ -109,7 +111,8 @@ def make_checkpoints(folder, case):
     from safetensors.torch import load_file
 
     family, more = ("Qwen3MoeConfig", EXPERTS) if "experts" in case else ("Qwen3Config", {})
-    config = getattr(transformers, family)(**SIZES, **more)
+    more |= FOR_TWO if "two" in case else {}
+    config = getattr(transformers, family)(**SIZES | more)
     plain, served = folder / "plain", folder / "served"
     torch.manual_seed(3)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(plain)
@@ -169,6 +172,51 @@ def different(model, wanted):
     ]
 
 
+def fill(state, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in state.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def arguments(case):
+    experts = {"moe_runner_backend": "deep_gemm"} if "deep" in case and "experts" in case else {}
+    return {"dtype": "bfloat16", "context_length": 64, **experts}
+
+
+def publish_a_wrong_scale(trainer, tensors):
+    """Change a bit of a scale after it was digested, and publish. Returns whether the failure names it, and what follows."""
+    from weightsync import failpoints
+    from weightsync.errors import RoundFailed
+
+    name, scale = next((name, tensor) for name, tensor in tensors.items() if name.endswith("o_proj.weight_scale_inv"))
+
+    def change(point):
+        if point == "round.placed":
+            payload = trainer._role.region.payload.reshape(-1)
+            payload[payload.tobytes().index(scale.numpy().tobytes())] ^= 1
+
+    failpoints.install(change)
+    try:
+        trainer.publish(timeout=60.0)
+    except RoundFailed as error:
+        failpoints.install(lambda point: None)
+        return [name in str(error), trainer.publish(timeout=60.0).replicas[0].state]
+
+
+def reason_of_stream(server, tensors):
+    """Publish a stream, which goes through loaders, and return why it failed."""
+    from weightsync import Stream
+    from weightsync.errors import WeightSyncError
+    from weightsync.trainer.trainer import Trainer
+
+    with Trainer(Stream(), server.url, token=server.token, rank=0, world_size=1) as trainer:
+        try:
+            trainer.wait_for_replicas(timeout=30.0, refused="raise")
+            return str(trainer.publish_stream(tensors.items(), timeout=60.0).replicas)
+        except WeightSyncError as error:
+            return str(error)
+
+
 def main(folder, case):
     from weightsync.config import ServerSettings
     from weightsync.engines.sglang import joining
@@ -191,28 +239,28 @@ def main(folder, case):
             return why_refused(scheduler)
 
         joining.why_refused = keep
-        arguments = {"moe_runner_backend": "deep_gemm"} if case.startswith("deep") and "experts" in case else {}
-        with RunningScheduler(str(folder / "served"), dtype="bfloat16", context_length=64, **arguments) as running:
+        with RunningScheduler(str(folder / "served"), **arguments(case)) as running:
             runner = running.scheduler.tp_worker.model_runner
             model = runner.model
             addresses = {name: tensor.data_ptr() for name, tensor in held(model).items()}
             if case in REFUSED:
                 return {"reason": refusal.reason(), "changed": different(model, before)}
+            if case == "stream":
+                return {"reason": reason_of_stream(server, quantized(state, kind)), "changed": different(model, before)}
             updates = []
             with Trainer(state, server.url, token=server.token, dtype=torch.bfloat16, quantize="as-served") as trainer:
                 for seed in range(UPDATES):
-                    generator = torch.Generator().manual_seed(seed)
-                    for tensor in state.values():
-                        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                    fill(state, seed)
                     replica = trainer.publish(timeout=60.0).replicas[0]
                     wanted = loaded(runner, folder / str(seed), quantized(state, kind))
                     updates.append([replica.state, replica.delivery, replica.verified, different(model, wanted)])
+                fault = publish_a_wrong_scale(trainer, quantized(state, kind)) if kind == "fp8-block" else None
             moved = [name for name, tensor in held(model).items() if addresses[name] != tensor.data_ptr()]
             kinds = {
                 str(kind): sum(tensor.dtype is kind for tensor in held(model).values())
                 for kind in (torch.float8_e4m3fn, torch.int32)
             }
-            return {"updates": updates, "moved": moved, **kinds}
+            return {"updates": updates, "moved": moved, "fault": fault, **kinds}
 
 
 if __name__ == "__main__":

@@ -14,9 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from tempfile import TemporaryDirectory
 
 from tests.faults.campaign import (
+    CHANGED_ONE_OF,
+    DELTAS,
     FORK_MUTANT_ACTS,
+    STORE,
     TRANSPORTS,
     Case,
     Findings,
@@ -82,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         with ExitStack() as owned:
             network = owned.enter_context(made[transport]()) if transport in made else None
-            stage = owned.enter_context(Stage("tcp" if network else transport, tally, network))
+            by, every = ("shared_memory", CHANGED_ONE_OF) if transport in (DELTAS, STORE) else ("tcp" if network else transport, 1)
+            store = owned.enter_context(TemporaryDirectory()) if transport == STORE else None
+            stage = owned.enter_context(Stage(by, tally, network, every=every, store=store))
             try:
                 run_cases(stage, mine, found, _say)
                 if rounds:
@@ -147,6 +153,7 @@ def _report(found: Findings, tally: Tally, injected: Counter[str], sources: int,
         "hangs": len(found.hangs),
         "leaks": len(found.leaks),
         "uncaught_corruptions": len(found.uncaught),
+        "went_on_after_a_failure": found.went_on,
         "mutants": mutants[0],
         "mutants_caught": mutants[1],
     }

@@ -11,12 +11,15 @@ import msgspec
 from tests.faults.forked import ORPHAN, UNWIND, await_loss, kept
 from tests.faults.leaks import Held, grown, held
 from tests.faults.network import Network
+from tests.faults.parties import LISTS, STAGED
 from tests.faults.points import (
     COORDINATOR_POINTS,
+    DELTA_POINTS,
     ENGINE_ALONE_POINTS,
     ENGINE_POINTS,
     ENGINE_REPAIR_POINTS,
     ENGINE_TOGETHER_POINTS,
+    STORE_POINTS,
     TRAINER_POINTS,
 )
 from tests.faults.relay import Relay
@@ -25,9 +28,12 @@ from tests.faults.stage import Party, Stage, Tally, Trap
 from weightsync.errors import DeadlineExceeded, MembershipError, PeerLost, WeightSyncError
 
 __all__ = [
+    "CHANGED_ONE_OF",
     "CORRUPTIONS",
+    "DELTAS",
     "FORK_MUTANT_ACTS",
     "IMPAIRMENTS",
+    "STORE",
     "TRANSPORTS",
     "Case",
     "Findings",
@@ -39,9 +45,14 @@ __all__ = [
     "warm_up",
 ]
 
-TRANSPORTS = ("shared_memory", "tcp", "relay", "network", "nixl")
+DELTAS = "deltas"
+STORE = "store"
+TRANSPORTS = ("shared_memory", "tcp", "relay", "network", "nixl", DELTAS, STORE)
 """``relay`` is encrypted TCP by way of a relay that can do what networks do; ``network`` TCP to another network namespace, where a
-cable can be cut."""
+cable can be cut; ``deltas`` shared memory, of which replicas read what changed; ``store`` the same, and trainers
+store their versions in a folder."""
+CHANGED_ONE_OF = 64
+"""Elements of which a version with deltas changes one."""
 IMPAIRMENTS = ("delay", "loss")
 CORRUPTIONS = ("flip", "swap", "drop", "repeat", "reorder")
 FORK_MUTANT_ACTS = {
@@ -50,7 +61,9 @@ FORK_MUTANT_ACTS = {
     "a forked child keeps the shared memory": ORPHAN,
 }
 """For each mutant of :mod:`tests.faults.fork_mutants`, the act of the cases that must notice it."""
+_REVERT_POINTS = tuple(point for point in DELTA_POINTS if "revert" in point)
 _DEADLINE = 2.0  # seconds for a publication that meets a fault
+_WELL = 20.0  # seconds for one that nobody holds up
 _SLACK = 1.0  # seconds after its deadline in which it must have ended
 _REACHED = 5.0  # seconds until a party must have come to its point
 
@@ -82,6 +95,8 @@ class Findings:
     uncaught: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     """Anything else: a survivor that does not serve, a peer that is not re-seeded, a point that was never reached."""
+    went_on: int = 0
+    """Replicas that served the version before again after an update failed in their pause."""
 
 
 def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
@@ -94,6 +109,14 @@ def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
         "solo-0": (*alone, *ENGINE_REPAIR_POINTS),
     }
     for transport in transports:
+        if transport == DELTAS:
+            yield from _delta_cases()
+            continue
+        if transport == STORE:
+            for act, rank in (("kill", 0), ("kill", 1), ("stop", 0), ("stop", 1)):
+                points = STORE_POINTS if rank == 0 else STORE_POINTS[: STORE_POINTS.index("store.manifest")]
+                yield from (Case(STORE, f"trainer-{rank}", point, act) for point in points)
+            continue
         if transport in ("relay", "network"):
             acts = ("cut", "break") if transport == "relay" else ("cut",)
             yield from (Case(transport, "solo-0", point, act) for act in acts for point in alone)
@@ -108,6 +131,18 @@ def cases(transports: tuple[str, ...] = TRANSPORTS) -> Iterator[Case]:
         for act in ("kill", "stop"):
             for party, points in (*parties.items(), ("coordinator", COORDINATOR_POINTS)):
                 yield from (Case(transport, party, point, act) for point in points)
+
+
+def _delta_cases() -> Iterator[Case]:
+    """What is different where replicas read only what changed, before their pause, and can go back to the version before."""
+    for seed in range(1, 5):
+        yield Case(DELTAS, f"trainer-{seed % 2}", "trainer.placed", LISTS, seed)
+        yield Case(DELTAS, f"duo-{seed % 2}", "engine.paused", STAGED, seed)
+    for act in ("kill", "stop"):
+        for point in DELTA_POINTS:
+            yield Case(DELTAS, "coordinator" if point.startswith("round.") else "duo-1", point, act)
+        yield from (Case(DELTAS, "trainer-1", point, act) for point in TRAINER_POINTS)
+        yield from (Case(DELTAS, "duo-1", point, act) for point in ("engine.paused", "engine.moved", "engine.committed"))
 
 
 def run_cases(stage: Stage, chosen: list[Case], found: Findings, say: Callable[[str], None]) -> None:
@@ -143,7 +178,12 @@ def fork_mutant_is_caught(mutant: str, say: Callable[[str], None]) -> bool:
 def warm_up(stage: Stage, found: Findings) -> None:
     """A round that succeeds and one that fails: threads that only failures need are there before anything is counted."""
     stage.publish_well()
-    _run(stage, Case(stage.transport, "trainer-0", "trainer.placed", "flip", 1), found)
+    failing = (
+        Case(stage.transport, "duo-1", "engine.paused", STAGED, 1)
+        if stage.every > 1
+        else Case(stage.transport, "trainer-0", "trainer.placed", "flip", 1)
+    )
+    _run(stage, failing, found)
     stage.set()
     stage.publish_well()
 
@@ -180,16 +220,24 @@ def _run(stage: Stage, case: Case, found: Findings) -> None:
     if case.act == ORPHAN:
         _run_orphan(stage, case, found)
         return
+    if case.act in (LISTS, STAGED):
+        _run_flipped(stage, case, found)
+        return
+    if case.transport == STORE:
+        _run_stored(stage, case)
+        return
     trap = Trap(case.party, case.point, case.act, order)
     repairing = case.point in ENGINE_REPAIR_POINTS
     if repairing:  # only after a round that failed
         stage.set(trap, Trap("trainer-0", "trainer.placed", "flip", {"corrupt": "flip", "seed": 1}))
+    elif case.point in _REVERT_POINTS:
+        stage.set(trap, Trap("duo-0", "engine.paused", STAGED, {"corrupt": STAGED, "seed": 1}))
     else:
         stage.set(trap)
     timeout = 10.0 if corrupting else _DEADLINE
     number, asked = stage.publish(timeout)
     if not trap.sprung.wait(_REACHED):
-        raise WeightSyncError(f"{case.party} never reached {case.point}")
+        raise WeightSyncError(f"{case.party} never reached {case.point}: {stage.describe()}")
     if case.act == "kill" and case.party == "coordinator":
         stage.start(case.party)  # in the middle of the round that it ran
     late = _answers(case, asked, timeout, found)
@@ -229,6 +277,66 @@ def _run_impaired(stage: Stage, case: Case) -> None:
     stage.injected["network"] += 1
 
 
+def _run_flipped(stage: Stage, case: Case, found: Findings) -> None:
+    """A wrong list is noticed before the pause, and all bytes are read; what goes wrong in the pause is undone."""
+    trap = Trap(case.party, case.point, case.act, {"corrupt": case.act, "seed": case.seed})
+    stage.set(trap)
+    number, asked = stage.publish(_WELL)
+    answers = [party.hear(_WELL + 5.0) for party in asked]
+    if not trap.sprung.is_set():
+        raise WeightSyncError(f"{case.party} never reached {case.point}: {stage.describe()}")
+    if case.act == LISTS:
+        wrong = stage.not_at(number, None)
+    else:
+        wrong = _not_gone_on(stage, number)
+        found.went_on += not wrong
+    if wrong:
+        found.failed.append(f"{case.name}: {wrong}; {answers}")
+
+
+def _run_stored(stage: Stage, case: Case) -> None:
+    """A trainer rank does not get to the end of storing a version. Then both are gone, and all replicas come from the store."""
+    trap = Trap(case.party, case.point, case.act)
+    stage.set(trap)
+    number, asked = stage.publish(_WELL)
+    if not trap.sprung.wait(_REACHED):
+        raise WeightSyncError(f"{case.party} never reached {case.point}: {stage.describe()}")
+    for party in asked:
+        if party.name != case.party:
+            party.hear(_WELL + 5.0)
+    if case.act == "stop":
+        stage.parties[case.party].signal(signal.SIGCONT)
+        stage.parties[case.party].hear(_WELL + 5.0)
+        stage.wait_until(f"{number} is stored", lambda: _stored(stage) == number, _WELL)
+    for party in asked:
+        party.signal(signal.SIGKILL)
+    engines = [name for name in stage.parties if name.startswith(("duo", "solo"))]
+    for command in ("leave", "join"):
+        for name in engines:
+            stage.parties[name].tell(do=command)
+        for name in engines:
+            stage.parties[name].hear(_WELL)
+    stored = _stored(stage)
+    if not number - 1 <= stored <= number:
+        raise WeightSyncError(f"after version {number}, version {stored} is stored")
+    stage.wait_until(f"all serve version {stored} of the store", lambda: not stage.not_at(stored, None), _WELL)
+    for party in asked:
+        stage.start(party.name)
+
+
+def _stored(stage: Stage) -> int:
+    """Number of the version that the coordinator knows to be stored; -1 for none."""
+    version = stage.status().stored
+    return -1 if version is None else version.number
+
+
+def _not_gone_on(stage: Stage, number: int) -> list[str]:
+    """What is wrong with the first round of version ``number``, which one replica can undo, before it is seeded with it."""
+    result = next(result for result in stage.status().rounds if result.version.number == number)
+    states = {replica.name: (replica.state, replica.version) for replica in result.replicas}
+    return [] if states == {"duo": ("loaded", number - 1), "solo": ("loaded", number)} else [str(states)]
+
+
 def _run_orphan(stage: Stage, case: Case, found: Findings) -> None:
     """A party is killed, and a child that it forked lives on."""
     kind, _, rank = case.party.partition("-")
@@ -237,7 +345,7 @@ def _run_orphan(stage: Stage, case: Case, found: Findings) -> None:
         stage.set(trap)
         _, asked = stage.publish(_DEADLINE)
         if not trap.sprung.wait(_REACHED):
-            raise WeightSyncError(f"{case.party} never reached {case.point}")
+            raise WeightSyncError(f"{case.party} never reached {case.point}: {stage.describe()}")
         orphan = stage.orphans.pop()
         try:
             late = await_loss(events, f"{kind}/{rank}")

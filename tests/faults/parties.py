@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from weightsync import failpoints
+from weightsync.arrays import Bytes
 from weightsync.config import Secret, ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.engine import Engine
@@ -32,16 +33,20 @@ from weightsync.engine.session import EngineSession
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.messages import Quarantine
 from weightsync.server.server import serve
+from weightsync.tensors.changes import HostChanges
 from weightsync.trainer.trainer import Trainer
+from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.base import Transport
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.tcp.transport import Tcp
 
-__all__ = ["Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "trainer"]
+__all__ = ["LISTS", "STAGED", "Gate", "Sockets", "coordinator", "engine", "lines", "run", "say", "trainer"]
 
 Sockets = tuple[socket.socket, socket.socket, socket.socket]
 """Commands, failpoints, requests: this process's ends."""
 
+LISTS, STAGED = "lists", "staged"
+"""Bits that flip in lists of changes: where a trainer rank publishes them, and where an engine rank has staged them."""
 _TIMEOUT = 3600.0  # seconds without a word from the runner after which a party ends; if the runner dies it hears so at once
 _ROW = 4 * SHAPE[1]
 
@@ -124,10 +129,16 @@ def coordinator(sockets: Sockets, config: dict[str, Any]) -> None:
     serve(settings, lambda address, token, control: say(commands, {"ready": True}))
 
 
-def _corrupt(region: PublishedRegion, kind: str, seed: int) -> None:
+def _flip(memory: Bytes, seed: int) -> None:
+    """Flip a bit."""
+    random = np.random.default_rng(seed)
+    memory[random.integers(len(memory))] ^= np.uint8(1 << int(random.integers(8)))
+
+
+def _corrupt(region: PublishedRegion, world: int, kind: str, seed: int) -> None:
     """Change bytes that were already digested: what memory, a wire or a wrong copy could do."""
     random = np.random.default_rng(seed)
-    rows = region.payload.reshape(-1, _ROW)
+    rows = region.payload.reshape(-1)[: len(NAMES) * SHAPE[0] // world * _ROW].reshape(-1, _ROW)  # lists of changes are behind
     first, second, third = (int(row) for row in random.choice(len(rows), 3, replace=False))
     if kind == "flip":
         rows[first, random.integers(_ROW)] ^= np.uint8(1 << int(random.integers(8)))
@@ -148,6 +159,8 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     commands, gate, _ = sockets
     rank, world = config["rank"], config["world"]
+    if config["store"] is not None:
+        os.environ |= {"WEIGHTSYNC_STORE": config["store"], "WEIGHTSYNC_STORE_KEEP": "2"}
     # DTensors need a mesh, and nothing here communicates: a group that only pretends lets one rank restart without the others.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -163,12 +176,18 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
 
     def join() -> Trainer:
         url, token = config["coordinator"], config["token"]
-        return Trainer(state, url, token=token, rank=rank, world_size=world, transports=[transport])
+        deltas = config["every"] > 1
+        return Trainer(state, url, token=token, rank=rank, world_size=world, transports=[transport], deltas=deltas)
 
     def obey(order: dict[str, Any]) -> None:
-        region = made._role.region
-        if isinstance(region, PublishedRegion):
-            _corrupt(region, order["corrupt"], order["seed"])
+        role = made._role
+        if not (isinstance(role, TrainerRole) and isinstance(role.region, PublishedRegion)):
+            return
+        if order["corrupt"] != LISTS:
+            _corrupt(role.region, world, order["corrupt"], order["seed"])
+        elif role.changes is not None:
+            [listed] = role.changes.changed
+            _flip(role.region.payload[listed.payload : listed.payload + 4 * listed.units], order["seed"])
 
     made = join()
     gated = Gate(gate, obey)
@@ -182,15 +201,15 @@ def trainer(sockets: Sockets, config: dict[str, Any]) -> None:
             case "join":
                 gated.made = made = join()
             case _:
-                say(commands, _published(made, local, rank * rows, command))
+                fill(local, rank * rows, command["number"], config["every"])
+                say(commands, _published(made, command))
                 continue
         say(commands, {"done": True})
     made.close()
 
 
-def _published(made: Trainer, local: list[torch.Tensor], first: int, command: dict[str, Any]) -> dict[str, Any]:
+def _published(made: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     """Publish what ``command`` says; how it went."""
-    fill(local, first, command["number"])
     started = time.monotonic()
     answer: dict[str, Any] = {"error": None, "digest": None}
     try:
@@ -209,12 +228,18 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
     if config["namespace"] is not None:
         enter(config["namespace"])
     commands, gate, requests = sockets
-    weights = Weights(config["rank"], config["world"])
+    weights = Weights(config["rank"], config["world"], config["every"])
 
     def obey(order: dict[str, Any]) -> None:
+        staged = None if joined is None else joined._role._staged
+        if order["corrupt"] == STAGED and staged is not None:
+            for changes in staged._changes:
+                assert isinstance(changes, HostChanges)
+                _flip(changes._payload[-1:].view(np.uint8), order["seed"])  # a value: a word that is listed twice is not undone
+            return
         served = None if joined is None else joined._served
         if served is not None and isinstance(served.region, PublishedRegion):
-            _corrupt(served.region, order["corrupt"], order["seed"])
+            _corrupt(served.region, config["world"], order["corrupt"], order["seed"])
 
     joined: Engine | None = None
     gated = Gate(gate, obey)
@@ -238,7 +263,7 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
             token=config["token"],
             rank=config["rank"],
             world_size=config["world"],
-            transports=[config["transport"]],
+            transports=[config["transport"], *([] if config["store"] is None else ["store"])],
             delivery=config["delivery"],
             bucket_bytes=1 << 18,
             serve_weights=config["serve"],

@@ -73,7 +73,7 @@ DELTA_POINTS = (
     "engine.reverted",
     "round.reverted",
 )
-"""Further points of a round that moves only what changed. The campaign publishes whole versions; the simulation does both."""
+"""Further points of a round that moves only what changed."""
 
 AUDIT_POINTS = ("engine.received.audit", "engine.audit")
 """Points of an engine rank that has served for some seconds: the simulation reaches them, the campaign does not."""
@@ -109,7 +109,7 @@ STORE_POINTS = (
     "store.manifest_written",
     "store.manifests_removed",
 )
-"""Points of a trainer rank that stores its version, and of garbage collection: see ``tests/unit/store/test_crashes.py``."""
+"""Points of a trainer rank that stores its version, and of garbage collection: also see ``tests/unit/store/test_crashes.py``."""
 
 UPDATE_POINTS = (
     "rank.received.joingroup",

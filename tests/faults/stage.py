@@ -199,7 +199,9 @@ class Stage:
     """A coordinator, two trainer ranks, a replica of two ranks written directly, and one of one rank that is streamed to.
 
     With a ``network``, the last one is at its other end; with a relay, all engine ranks are. With ``sources`` all replicas serve
-    their weights to others, each to ``fan_out`` at a time, and there is a third one, of one rank, that is written directly.
+    their weights to others, each to ``fan_out`` at a time, and there is a third one, of one rank, that is written directly. A
+    version changes one of ``every`` elements; if that is not all, trainers publish deltas. They store
+    the newest two in the folder ``store``.
     """
 
     def __init__(
@@ -211,7 +213,10 @@ class Stage:
         *,
         sources: bool = False,
         fan_out: int | None = None,
+        every: int = 1,
+        store: str | None = None,
     ) -> None:
+        self.every, self._store = every, store
         self.transport, self.network, self._mutant, self._sources, self._fan_out = transport, network, mutant, sources, fan_out
         self.tally = tally
         self.version = 0
@@ -251,7 +256,13 @@ class Stage:
         old = self.parties.pop(name, None)
         if old is not None:
             old.end(0.0)
-        common = {"coordinator": self._address.url, "token": self._token, "transport": self.transport, "mutant": self._mutant}
+        common: dict[str, Any] = {
+            "coordinator": self._address.url,
+            "token": self._token,
+            "transport": self.transport,
+            "mutant": self._mutant,
+        }
+        common |= {"every": self.every, "store": self._store}
         kind, _, rank = name.partition("-")
         if name == "coordinator":
             settings = {"fan_out": self._fan_out, "round_deadline": ROUND_SECONDS} if self._sources else {}

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.faults import leaks, points
-from tests.faults.campaign import FORK_MUTANT_ACTS, cases
+from tests.faults.campaign import DELTAS, FORK_MUTANT_ACTS, STORE, cases
 from tests.faults.disaggregated import DISAGGREGATED, LATE, MUTANT_CASES, disaggregated_cases
 from tests.faults.fork_mutants import MUTANTS
 from tests.faults.leaks import Held, grown, held
@@ -59,7 +59,7 @@ from weightsync.transports import registry
 
 COUNTED = ["schedules", "faults_injected", "kills", "corruptions", "sources"]
 ZEROS = ["torn_responses", "mislabelled_responses", "hangs", "leaks", "uncaught_corruptions"]
-PLANTED = ["mutants", "mutants_caught"]
+PLANTED = ["went_on_after_a_failure", "mutants", "mutants_caught"]
 
 
 EVERY_POINT = {
@@ -105,6 +105,12 @@ def campaign(*arguments: str, seconds: float = 170) -> dict[str, int]:
             ["kill/solo-0/engine.committed", "stop/duo-1/engine.move", "kill/trainer-0/trainer.placed", "swap/trainer-0"],
             marks=pytest.mark.rare,
         ),
+        pytest.param(
+            DELTAS,
+            ["lists/trainer-0", "staged/duo-1", "kill/duo-1/engine.applied", "kill/duo-1/engine.revert", "stop/coordinator"],
+            marks=pytest.mark.rare,
+        ),
+        pytest.param(STORE, ["kill/trainer-0/store.manifest_written", "stop/trainer-1/store.piece"], marks=pytest.mark.rare),
     ],
 )
 def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
@@ -112,8 +118,9 @@ def test_a_part_of_the_campaign(transport: str, chosen: list[str]) -> None:
     if reason is not None:
         pytest.skip(reason)
     only = [text for part in chosen for text in ("--only", part)]
-    found = campaign("--transport", transport, "--soak", "0" if transport in ("network", "relay") else "40", *only)
+    found = campaign("--transport", transport, "--soak", "40" if transport in ("shared_memory", "tcp") else "0", *only)
     assert found["schedules"] >= len(chosen)
+    assert found["went_on_after_a_failure"] == {DELTAS: 3, STORE: 1}.get(transport, 0)  # with the warm-up
     assert found["faults_injected"] > len(chosen)
 
 
@@ -162,6 +169,8 @@ def test_every_point_is_visited_by_every_party_that_has_it() -> None:
         for act in ("kill", "stop"):
             for point in EVERY_POINT:
                 assert (transport, act, point) in visited
+    assert {(STORE, act, point) for act in ("kill", "stop") for point in points.STORE_POINTS} <= visited
+    assert {(DELTAS, act, point) for act in ("kill", "stop") for point in points.DELTA_POINTS} <= visited
     assert len({case.name for case in cases()}) == len(list(cases()))
 
 

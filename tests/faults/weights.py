@@ -1,4 +1,4 @@
-"""Weights that say which version they are, in every element; and the engine that serves them."""
+"""Weights that say in every element of which version it is; and the engine that serves them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ def _places(index: int, first: int, rows: int) -> torch.Tensor:
     return row + torch.arange(SHAPE[1], dtype=torch.int32) + (index << 14)
 
 
-def fill(tensors: Sequence[torch.Tensor], first: int, version: int) -> None:
-    """Make ``tensors`` (rows from ``first`` on, one of each name) those of ``version``."""
+def _marks(places: torch.Tensor, version: int, every: int) -> torch.Tensor:
+    """The version of each element of ``version``, shifted: a version changes one of ``every`` elements, each in its turn."""
+    return (version - (version - places) % every).clamp_(0) << _SHIFT
+
+
+def fill(tensors: Sequence[torch.Tensor], first: int, version: int, every: int = 1) -> None:
+    """Make ``tensors`` (rows from ``first`` on, one of each name) those of ``version``, which changes one of ``every`` elements."""
     for index, tensor in enumerate(tensors):
-        tensor.copy_(_places(index, first, tensor.shape[0]) + (version << _SHIFT))
+        places = _places(index, first, tensor.shape[0])
+        tensor.copy_(places + _marks(places, version, every))
 
 
 class Weights(EngineAdapter):
@@ -41,7 +47,8 @@ class Weights(EngineAdapter):
     name = "faults"
     pauses_twice = True
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, every: int = 1) -> None:
+        self._every = every
         rows = SHAPE[0] // world_size
         self._first = rank * rows
         self._tensors = [torch.zeros(rows, SHAPE[1], dtype=torch.int32) for _ in NAMES]
@@ -97,10 +104,11 @@ class Weights(EngineAdapter):
         versions: set[int] = set()
         for tensor, places in zip(self._tensors, self._places, strict=True):
             marks = tensor - places  # the version, shifted, where every element is in its place
-            low, high = int(marks.min()), int(marks.max())
-            versions |= {low >> _SHIFT, high >> _SHIFT}
-            if low != high or low & ((1 << _SHIFT) - 1):
-                versions.add(-1)  # bytes of no version at this place
+            newest = int(marks.max()) >> _SHIFT
+            wrong = marks[marks != _marks(places, newest, self._every)]
+            versions |= {newest, *(wrong >> _SHIFT).tolist()}
+            if len(wrong):
+                versions.add(-1)  # bytes that this version does not have at this place
         with self._changed:
             self._users -= 1
             self._changed.notify_all()

@@ -95,7 +95,7 @@ class Replica:
     registered  some of its ranks are not connected yet, or it has no version, or none that can be trusted
     loaded      it serves ``version``: every rank verified and committed it. The only state that receives requests
     updating    a round has paused it
-    dirty       a round failed in it: it stays paused, without a version, until a later round succeeds
+    dirty       a round failed in it, or it held other bytes than its version's: paused until a later round succeeds
     lost        a rank's connection is gone
     =========== ===================================================================================================
     """

@@ -1,1 +1,1 @@
-"""Sources and engines of other frameworks. Nothing here imports a framework: it works on the objects that the caller has."""
+"""Sources and engines of other frameworks. A framework is imported only where its own process loads the module."""

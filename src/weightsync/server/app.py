@@ -187,7 +187,12 @@ class Service:
         self._otel = OtelExport() if settings.otel == "on" else None
         self._history = RoundHistory(settings.history_directory, coordinator.settings.run)
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
-        self._state = Snapshot(lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=__version__)))
+        self._state = Snapshot(
+            lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=__version__)),
+            lambda: (
+                coordinator.past.results and coordinator.past.results[-1]
+            ),  # whoever publishes sees the effect when the round has ended
+        )
         self._routers = Routers(coordinator, settings) if settings.routers else None
         self._exposition = Snapshot(
             lambda: self._metrics.text(coordinator.gauges(), {} if self._routers is None else self._routers.settled())

@@ -3,9 +3,9 @@
 # numba compiles this file and infers its types. Only the exported functions declare their signatures.
 """Compiled loops: copies of tiles, in memory and through sockets, and digests of rows. They take addresses, not objects.
 
-All loops are in this file because numba's cache depends only on the file of a function: a change of an inlined function in another
-file would go unnoticed. Every array is passed as its address (``int64``), so that read-only arrays need no second compilation. The
-callers keep the arrays alive and have checked all bounds. The GIL is released.
+numba's cache depends only on the file of a function: a change of :mod:`weightsync.tensors.intrinsics`, inlined here, goes unnoticed
+until this file changes, too. Every array is passed as its address (``int64``), so that read-only arrays need no second compilation.
+The callers keep the arrays alive and have checked all bounds. The GIL is released.
 
 ``numba`` writes its cache beside this file or below the user's cache directory. If it can write to neither, each import compiles
 again.

@@ -45,8 +45,8 @@ from weightsync.ray import Manager, start_coordinator  # noqa: E402 - after the 
 from weightsync.ray.coordinator_actor import cluster_settings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
-RESTART = 3 * TIMEOUT
-"""Seconds in which Ray starts an actor again; on two busy cores more than 90."""
+RESTART = 4 * TIMEOUT
+"""Seconds in which Ray starts an actor again; five at a time on two busy cores more than 270."""
 SMALL = 32 << 10
 """Bytes of the largest thing that Ray may carry for us; the model has 8 MiB."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.integration.rounds.test_quantized import Served, assert_serves
-from tests.integration.streams.test_streams import World, lent
+from tests.integration.streams.stream_world import World, lent
 from tests.unit.tensors.quantized_references import NAMES, reference
 
 from weightsync.config import ServerSettings

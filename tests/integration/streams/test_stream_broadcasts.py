@@ -16,7 +16,8 @@ import pytest
 import torch
 from tests.contract.transports.broadcast_groups import groups
 from tests.integration.streams import test_streams
-from tests.integration.streams.test_streams import SECONDS, Tensors, World, failing, lent, same, weights
+from tests.integration.streams.stream_world import SECONDS, Tensors, World, lent, same, weights
+from tests.integration.streams.test_streams import failing
 
 from weightsync.config import ServerSettings
 from weightsync.engine.engine import Engine

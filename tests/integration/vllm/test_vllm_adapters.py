@@ -40,6 +40,19 @@ def test_adapters_are_read_back_from_the_slots_of_every_rank(ranks: int, tmp_pat
     assert verified == "received" and "vLLM does more than copy" in reason and "\n" not in reason
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize(("mutant", "unnoticed"), [("unread", ["spoiled", "left"]), ("filled only", ["left"])])
+def test_what_is_spoiled_is_noticed_by_reading_back_alone(mutant: str, unnoticed: list[str], tmp_path: Path) -> None:
+    seen = run_program("vllm/vllm_adapter_slots.py", tmp_path, 1, mutant, ranks=1)
+    assert [name for name in ("spoiled", "left") if seen[name] == ["installed", ""]] == unnoticed
+
+
+@pytest.mark.rare
+def test_another_slot_than_the_adapters_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="has other bytes than were published"):
+        run_program("vllm/vllm_adapter_slots.py", tmp_path, 1, "of the first slot", ranks=1)
+
+
 def test_the_benchmark_of_adapters_runs() -> None:
     seen = run_program("../../benchmarks/vllm_adapters.py", "tiny", "--rank", "8", "--versions", "1", ranks=1)
     assert seen["answers_as_loaded"] == [True, True]

@@ -1,6 +1,6 @@
 """A program: adapters in a real vLLM of several ranks are read back from its slots; prints what was seen as one line of JSON.
 
-``python vllm_adapter_slots.py DIRECTORY RANKS``. See :mod:`vllm_rounds`.
+``python vllm_adapter_slots.py DIRECTORY RANKS [MUTANT]``. See :mod:`vllm_rounds`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightsync.server.server import BackgroundServer
 TARGETS = {"fused": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], "rows": ["o_proj", "down_proj"]}
 
 
-def play(directory: str, ranks: int) -> dict[str, Any]:
+def play(directory: str, ranks: int, mutant: str = "") -> dict[str, Any]:
     seen: dict[str, Any] = {}
     models = {
         name: get_peft_model(build(1, directory), LoraConfig(r=rank, lora_alpha=12, target_modules=targets))
@@ -46,6 +46,8 @@ def play(directory: str, ranks: int) -> dict[str, Any]:
             def fault(method: str, *arguments: int | str) -> None:
                 server.http.post("/collective_rpc", json={"method": method, "args": list(arguments)}).raise_for_status()
 
+            if mutant:
+                fault("plant", mutant)
             at: dict[str, Any] = {"coordinator": coordinator.url, "token": coordinator.token}
             for name, model in models.items():
                 randomize(model, len(seen))
@@ -68,5 +70,5 @@ def play(directory: str, ranks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(play(sys.argv[1], int(sys.argv[2]))), flush=True)
+    print("RESULT " + json.dumps(play(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])), flush=True)
     os._exit(0)

@@ -48,6 +48,21 @@ class Faults:
         if hasattr(self, "spoiled"):
             del self.spoiled.set_lora, self.spoiled
 
+    def plant(self, mutant: str) -> None:
+        """From now on slots are read back with a bug."""
+        from weightsync.engines.vllm import lora_slots
+
+        module: Any = lora_slots
+        if mutant == "unread":
+            module.LoraSlotLayout.check = lambda self, index, digests: None
+        elif mutant == "filled only":
+            module._nonzero = lambda tensors: 0
+        elif mutant == "of the first slot":
+            slots = module._slots
+            module._slots = lambda layers, index=0: slots(layers)
+        else:
+            raise ValueError(f"no mutant is called {mutant}")
+
     def compute_in_slots(self) -> None:
         """From now on layers do more than copy."""
         from vllm.lora.layers import RowParallelLinearWithLoRA as Layer

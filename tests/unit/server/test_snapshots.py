@@ -41,3 +41,13 @@ def test_a_short_answer_is_always_new() -> None:
     began = time.monotonic()
     assert [snapshot.get() for _ in range(1000)] == [b"%d" % number for number in range(1000)]
     assert time.monotonic() - began < 5
+
+
+def test_a_long_answer_is_new_when_what_it_is_of_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had published asked for the status at once, and got the one from before the round."""
+    clock, rounds = Clock(0.05), [object()]
+    monkeypatch.setattr(snapshots, "time", clock)
+    snapshot = Snapshot(clock.make, lambda: rounds[-1])
+    assert [snapshot.get(), snapshot.get()] == [b"1", b"1"]
+    rounds.append(object())
+    assert [snapshot.get(), snapshot.get()] == [b"2", b"2"]

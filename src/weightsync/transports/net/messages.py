@@ -73,8 +73,9 @@ class Fail(ControlMessage, frozen=True):
 
 
 Messages = msgspec.msgpack.Decoder[Any]
-Handlers = Mapping[type[ControlMessage], Callable[[Any], ControlMessage | None]]
 """The messages that a transport understands: a decoder of the union of their types, each a :class:`ControlMessage`."""
+Handlers = Mapping[type[ControlMessage], Callable[[Any], ControlMessage | None]]
+"""What a publisher does with each type of request; it returns the answer, or ``None`` for no answer yet."""
 
 COMMON: Messages = msgspec.msgpack.Decoder(RegisterTiles | Start | Ready | Fail)
 """What every publisher and its readers send. A transport with other messages gives its own decoder instead."""

@@ -154,7 +154,7 @@ class _Trial:
             for shard in self.by_name[name]:
                 shard.tensor.copy_(_random(tuple(shard.tensor.shape), shard.tensor.dtype, self.generator))
         try:
-            reload(self.weights.items(), self.traced.layers(set(self.names)))
+            reload(self.weights.items(), sorted(self.traced.layers(set(self.names))))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -91,7 +91,7 @@ def test_two_ranks_have_the_bits_of_sglangs_own_loading(tmp_path: Path, case: st
     use_environment()
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    make_checkpoints(tmp_path, case)
+    make_checkpoints(tmp_path, case)  # type: ignore[no-untyped-call]
     arguments = ServerArgs(model_path=str(tmp_path / "served"), device="cpu", tp_size=2)
     arguments.resolve_once()
     sockets = json.dumps(dataclasses.asdict(PortArgs.init_new(arguments)))

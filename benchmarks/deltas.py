@@ -3,7 +3,8 @@
 A trainer and an engine on one machine, weights in host memory. Rounds alternate: one changes so many words that all
 bytes move, the next changes ``--share`` of them. ``--rate 1gbit`` runs it in a network namespace with so slow a
 loopback, for which it needs root, ``ip`` and ``tc``. The coordinator's messages go through it too. ``--encrypted`` encrypts data
-sockets, as is done between hosts; only then may they compress.
+sockets, as is done between hosts; only then may they compress. With
+``--streamed`` whole matrices are streamed to the engine, of which ``--share`` change.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
@@ -21,6 +24,7 @@ from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import RoundFailed
 from weightsync.model.result import RoundResult
+from weightsync.protocol.messages import Delivery
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
@@ -29,7 +33,7 @@ from weightsync.transports.tcp.transport import Tcp
 _INSIDE = "WEIGHTSYNC_BENCHMARK_INSIDE"
 
 
-def model(mebibytes: int) -> torch.nn.Module:
+def model(mebibytes: int) -> torch.nn.Sequential:
     """Matrices of 4 MiB, in bfloat16."""
     layers = (torch.nn.Linear(1024, 2048, bias=False, dtype=torch.bfloat16) for _ in range(max(mebibytes // 4, 1)))
     return torch.nn.Sequential(*layers).requires_grad_(requires_grad=False)
@@ -37,12 +41,19 @@ def model(mebibytes: int) -> torch.nn.Module:
 
 def change(module: torch.nn.Module, share: float) -> None:
     """Change so many of the words, by their lowest bit."""
-    for parameter in module.parameters():
+    change_in(module.parameters(), share)
+
+
+def change_in(parameters: Iterable[torch.Tensor], share: float) -> None:
+    """The same in some parameters."""
+    for parameter in parameters:
         words = parameter.view(torch.int16)
         words ^= (torch.rand(words.shape) < share).to(torch.int16)
 
 
-def measured(mebibytes: int, share: float, transport: str | Transport, rounds: int) -> dict[str, float]:
+def measured(
+    mebibytes: int, share: float, transport: str | Transport, rounds: int, delivery: Delivery = "direct"
+) -> dict[str, float]:
     """Medians in milliseconds, bytes, and ratios.
 
     Raises:
@@ -53,13 +64,16 @@ def measured(mebibytes: int, share: float, transport: str | Transport, rounds: i
     with (
         BackgroundServer(ServerSettings.load({}, port=0)) as server,
         Trainer(source, server.url, token=server.token, transports=[transport], deltas=True) as trainer,
-        Engine(ModuleAdapter(target), "replica-0", server.url, token=server.token, transports=[transport]),
+        Engine(ModuleAdapter(target), "replica-0", server.url, token=server.token, transports=[transport], delivery=delivery),
     ):
         trainer.wait_for_replicas(timeout=300.0)
         trainer.publish(timeout=600.0)
         for number in range(2 * rounds + 2):
             some = bool(number % 2)
-            change(source, share if some else 0.3)
+            if some and delivery == "streamed":
+                change_in(islice(source.parameters(), max(round(share * len(source)), 1)), 0.01)
+            else:
+                change(source, share if some else 0.3)
             result = trainer.publish(timeout=600.0)
             (replica,) = result.replicas
             if replica.verified != "installed" or (replica.base is not None) is not some:
@@ -87,6 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", help="of the loopback, as tc writes it")
     parser.add_argument("--encrypted", action="store_true", help="over TCP")
+    parser.add_argument("--streamed", action="store_true")
     options = parser.parse_args()
     if options.rate and _INSIDE not in os.environ:
         slow = f"tc qdisc add dev lo root tbf rate {options.rate} burst 256kb latency 100ms"
@@ -94,7 +109,7 @@ def main() -> None:
         arguments = ["unshare", "-n", "sh", "-c", command, "sh", sys.executable, "-m", "benchmarks.deltas", *sys.argv[1:]]
         os.execvpe("unshare", arguments, os.environ | {_INSIDE: "yes"})
     transport = Tcp(encrypt=True) if options.encrypted else options.transport
-    row = measured(options.mebibytes, options.share, transport, options.rounds)
+    row = measured(options.mebibytes, options.share, transport, options.rounds, "streamed" if options.streamed else "direct")
     print(
         json.dumps(
             {"transport": options.transport, "encrypted": options.encrypted, "rate": options.rate, "share": options.share} | row

@@ -62,6 +62,7 @@ RELEASES = {
         "sglang.srt.lora.lora:LoRAAdapter": "initialize_weights_from_tensors",
         "sglang.srt.lora.lora_manager:LoRAManager": "unload_lora_adapter",
         "sglang.srt.lora.lora_registry:LoRARegistry": "register unregister wait_for_unload get_all_adapters",
+        "sglang.srt.model_loader.loader": "_initialize_model",
         "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater": "begin_weight_update end_weight_update",
     }}),
     "skyrl": Software("SkyRL", ("0.4",), {UPDATES: {

@@ -29,6 +29,7 @@ from weightsync.arrays import Bytes
 from weightsync.config import Secret, ServerSettings
 from weightsync.deadline import Deadline
 from weightsync.engine.engine import Engine
+from weightsync.engine.fill.direct import StagedChanges
 from weightsync.engine.session import EngineSession
 from weightsync.errors import WeightSyncError
 from weightsync.protocol.messages import Quarantine
@@ -232,7 +233,7 @@ def engine(sockets: Sockets, config: dict[str, Any]) -> None:
 
     def obey(order: dict[str, Any]) -> None:
         staged = None if joined is None else joined._role._staged
-        if order["corrupt"] == STAGED and staged is not None:
+        if order["corrupt"] == STAGED and isinstance(staged, StagedChanges):
             for changes in staged._changes:
                 assert isinstance(changes, HostChanges)
                 _flip(changes._payload[-1:].view(np.uint8), order["seed"])  # a value: a word that is listed twice is not undone

@@ -66,6 +66,31 @@ def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transp
     publishes_what_changes(trainer, source, target, whole.nbytes)
 
 
+class Opaque(ModuleAdapter):
+    """Its loader takes buckets on the device, and its parameters cannot be read again: digests are those of the buckets."""
+
+    loads_late = True
+
+
+@pytest.mark.parametrize("adapter", [ModuleAdapter, Opaque])
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_tensors_that_changed_are_streamed_through_buckets_on_the_device(
+    joined: Joined, adapter: type[ModuleAdapter], buckets: int
+) -> None:
+    source, target = models()
+    trainer = joined.trainer(source, deltas=True, transports=["cuda_ipc"])
+    joined.engine(adapter(target), transports=["cuda_ipc"], delivery="streamed", bucket_bytes=1 << 16, staging_buckets=buckets)
+    trainer.wait_for_replicas()
+    assert only(trainer).base is None
+    for number, (name, parameter) in enumerate(list(source.named_parameters())[:3], 2):
+        with torch.no_grad():
+            parameter.add_(1)
+        changed = only(trainer)
+        verified = "received" if adapter is Opaque else "installed"
+        assert (changed.base, changed.verified, changed.nbytes) == (number - 1, verified, parameter.nbytes), name
+        assert fingerprint(source) == fingerprint(target)
+
+
 def test_only_what_changed_moves_from_a_copy(joined: Joined) -> None:
     """Float32 at the trainer, bfloat16 at the engine: what rounds to the same bits has not changed."""
     source = torch.nn.Sequential(torch.nn.Linear(600, 900), torch.nn.LayerNorm(900), torch.nn.Linear(900, 7)).to("cuda:0")

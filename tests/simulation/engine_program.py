@@ -138,6 +138,7 @@ class _Adapter(ModuleAdapter):
     name = "module of a program"
     pauses_twice = True
     sleeps = False
+    loads_some = True
 
     def __init__(self, process: ModuleProcess, memory: MovingMemory) -> None:
         self._process, self._memory = process, memory

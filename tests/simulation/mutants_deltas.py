@@ -13,15 +13,19 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from tests.simulation.installation import replaced
 
-from weightsync.arrays import Int64
+from weightsync.arrays import Int64, UInt64
 from weightsync.coordinator import agreement
 from weightsync.coordinator import round as protocol
 from weightsync.coordinator.publications import Placement
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines
+from weightsync.deadline import Deadline
 from weightsync.engine.fill.direct import StagedChanges
+from weightsync.engine.fill.streamed import StreamedFiller
+from weightsync.protocol.messages import Stage
 from weightsync.publishing import listed_changes
 from weightsync.tensors.changes import Sections, Step, unite
 
@@ -55,9 +59,21 @@ def _union_short() -> AbstractContextManager[None]:
     return replaced((listed_changes, "unite", short), (agreement, "in_thread", _unpredicted))
 
 
+def _tensor_left_out() -> AbstractContextManager[None]:
+    def short(filler: StreamedFiller, body: Stage, held: UInt64, deadline: Deadline) -> Any:
+        wanted = np.frombuffer(body.digests, "<u8").astype(np.uint64)[filler.layout.tensor]
+        changed = wanted != held
+        changed[np.flatnonzero(changed)[1:]] = False
+        return stage(filler, body, np.where(changed, wanted, held), deadline)
+
+    stage = StreamedFiller.stage
+    return replaced((StreamedFiller, "stage", short))
+
+
 DELTA_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "words that were replaced are not put back": _undo_left_out,
     "the base of what changed is not compared": _base_not_compared,
     "what changed in several versions is short by one": _union_short,
+    "a tensor that changed is not streamed": _tensor_left_out,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -170,6 +170,7 @@ class SimulatedAdapter(EngineAdapter):
     """An engine with parameters, a label and a moment of its own for every step; it answers with both when it generates."""
 
     name = "simulated"
+    loads_some = True
 
     def __init__(self, process: EngineProcess, direct: bool) -> None:
         self._process = process

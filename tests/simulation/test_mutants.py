@@ -35,6 +35,7 @@ QUICK = {
     "a stored manifest is believed whoever signed it": ("mislabelled", "stuck"),
     "a version counts as stored before its manifest is": ("stuck", "infected"),
     "a worker's token admits to operators' actions": ("mislabelled", "stuck"),
+    "a tensor that changed is not streamed": ("mislabelled",),
 }
 
 

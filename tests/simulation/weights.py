@@ -41,7 +41,8 @@ MISFIT = Manifest(
 def version_bytes(number: int, salt: int) -> tuple[npt.NDArray[np.uint8], ...]:
     """What every tensor of a version holds, ``uint8[elements * itemsize]`` each; negative numbers are no version at all.
 
-    If ``salt`` has :data:`SPARSE`, a version changes the first word of each tensor and a third of the others.
+    If ``salt`` has :data:`SPARSE`, a version changes the first word of each tensor and a third of the others. One with an even
+    number leaves two tensors as they were in the version with the number before.
     """
     draw = random.Random(number * 1_000_003 + (salt & ~SPARSE))
     values = tuple(np.frombuffer(draw.randbytes(spec.nbytes), np.uint8) for spec in MANIFEST)
@@ -50,7 +51,10 @@ def version_bytes(number: int, salt: int) -> tuple[npt.NDArray[np.uint8], ...]:
     for index in range(1, 3):
         before = version_bytes(number - index, salt & ~SPARSE)
         values = tuple(_mixed(spec, new, old, number - index) for spec, new, old in zip(MANIFEST, values, before, strict=True))
-    return values
+    if number % 2 or not number:
+        return values
+    before, left = version_bytes(number - 1, salt), (number // 2 % len(MANIFEST), (number // 2 + 2) % len(MANIFEST))
+    return tuple(before[index] if index in left else value for index, value in enumerate(values))
 
 
 def _mixed(spec: TensorSpec, values: npt.NDArray[np.uint8], before: npt.NDArray[np.uint8], number: int) -> npt.NDArray[np.uint8]:

@@ -219,10 +219,14 @@ class PreparingAhead:
 
 @dataclass(frozen=True, eq=False)
 class StagedDelta:
-    """What changed since ``base`` is at every rank of a replica, which still serves ``base``: so many bytes, by member."""
+    """What changed since ``base`` is at every rank of a replica, which still serves ``base``: so many bytes, by member.
+
+    With streamed delivery every rank knows which tensors changed, and moves so many bytes. They are not reversible.
+    """
 
     base: Version
     nbytes: Mapping[str, int]
+    reversible: bool
 
 
 def served_bases(replicas: Iterable[Replica], epoch: int) -> tuple[int, ...]:
@@ -246,13 +250,15 @@ async def stage(
         DeadlineExceeded: A rank did not answer in time. It was not paused.
     """
     delta = next((delta for delta in placement.deltas if delta.base == replica.version), None)
-    if delta is None or replica.state != "loaded" or agreed.delivery != "direct":
+    if delta is None or replica.state != "loaded":
         return None
+    direct, number = agreed.delivery == "direct", placement.version.number
+    tensors = Stage(number, delta.base, (), placement.digests.astype("<u8").tobytes())
     try:
-        asked = {}
-        for member in engines:
+        asked = dict.fromkeys(engines, tensors)
+        for member in engines if direct else ():
             sources = [source.member for source in agreed.slices[member].sources]
-            asked[member] = Stage(placement.version.number, delta.base, tuple(delta.changed[source] for source in sources))
+            asked[member] = Stage(number, delta.base, tuple(delta.changed[source] for source in sources))
         staged = await _each(engines, asked, deadline)
         for member, answer in staged.items():
             check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")
@@ -265,7 +271,7 @@ async def stage(
         _log.info("replica %s gets all bytes of version %s, not its changes: %s", replica.name, placement.version, error)
         return None
     failpoints.reached("round.staged")
-    return StagedDelta(delta.base, {member: answer.nbytes for member, answer in staged.items()})
+    return StagedDelta(delta.base, {member: answer.nbytes for member, answer in staged.items()}, reversible=direct)
 
 
 async def _each(engines: Engines, asked: Mapping[str, Stage], deadline: RoundDeadline) -> dict[str, Staged]:

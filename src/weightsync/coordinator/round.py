@@ -185,7 +185,8 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
         if len(engines) == 1 and keyed is None and staged is None:
             await _at_once(context, report, engines, agreed, placement, attempt_deadline())
         else:
-            serves.reverts_to = report.base = None if staged is None else staged.base
+            report.base = None if staged is None else staged.base
+            serves.reverts_to = report.base if staged is not None and staged.reversible else None
             await _step_by_step(context, report, serves, engines, agreed, placement, keyed, staged, attempt_deadline())
         serves(placement.version)
 

@@ -99,6 +99,13 @@ class EngineAdapter:
     can_load = False
     """Whether there is a ``load``, and so streamed delivery. A class that defines ``load`` can, unless it says otherwise."""
 
+    loads_some = False
+    """Whether ``load`` may get only the tensors that changed since the version that this engine serves: see :meth:`keep`.
+
+    All others must still be what the last update brought, also where ``finish`` derives something from them. A class that defines
+    ``load`` or ``wake_weights`` must state it again.
+    """
+
     replica_ranks = 1
     """The ranks of the replica that this adapter is one of. :class:`~weightsync.Engine` sets it."""
 
@@ -111,6 +118,7 @@ class EngineAdapter:
         cls.sleeps = _declared(cls, "sleeps", "wake_weights", default=True)
         cls.follows = _declared(cls, "follows", "shards", default=False)
         cls.can_load = _declared(cls, "can_load", "load", default=True)
+        cls.loads_some = _declared(cls, "loads_some", "load", "wake_weights", default=False)
 
     def manifest(self) -> Manifest:
         """The checkpoint tensors that this engine takes. Required."""
@@ -176,6 +184,13 @@ class EngineAdapter:
         streams must have been waited for. Needed for streamed delivery only.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loader: define load(), or shards() for direct delivery")
+
+    def keep(self, names: Collection[str]) -> None:
+        """The tensors of these ``names`` do not come in this update, because they are those of the version before.
+
+        Called between ``wake_weights`` and the first ``load``, if ``loads_some``, and only in an update of the engine that served
+        that version, which has brought it. There may be no ``load`` at all.
+        """
 
     def finish(self, version: Version) -> None:
         """All bytes are in place and verified: rebuild what was derived from weights, and label the engine with ``version``."""
@@ -247,7 +262,7 @@ class EngineAdapter:
         """
 
 
-def _declared(cls: type, flag: str, method: str, *, default: bool) -> bool:
-    """What the class that defines ``flag`` or ``method``, the nearest of them, says of ``flag``; else the ``default``."""
-    declared = next(vars(base) for base in cls.__mro__ if {flag, method} & vars(base).keys())
+def _declared(cls: type, flag: str, *methods: str, default: bool) -> bool:
+    """What the class that defines ``flag`` or one of ``methods``, the nearest of them, says of ``flag``; else the ``default``."""
+    declared = next(vars(base) for base in cls.__mro__ if {flag, *methods} & vars(base).keys())
     return bool(declared.get(flag, default))

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -206,6 +206,10 @@ class AdapterCalls:
         adapter, driven = self._driven[index]
         with self._call(adapter, driven, "load"):
             adapter.load(tensors)
+
+    def keep(self, index: int, names: Collection[str]) -> None:
+        """See :meth:`EngineAdapter.keep`; of one adapter."""
+        self._driven[index][0].keep(names)
 
     def finish(self, version: Version) -> None:
         """See :meth:`EngineAdapter.finish`."""

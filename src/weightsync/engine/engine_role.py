@@ -16,7 +16,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.direct import DeviceDirect, DirectFiller, HostDirect, StagedChanges
 from weightsync.engine.fill.filler import FillContext, Filled, Filler, PlanFiller
-from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, bucket_bytes_for
+from weightsync.engine.fill.streamed import DeviceStreamed, HostStreamed, StagedTensors, StreamedFiller, bucket_bytes_for
 from weightsync.engine.fill.windows import WindowFiller
 from weightsync.engine.lora_role import LoraRole
 from weightsync.engine.read_back import ParameterMemory
@@ -102,12 +102,13 @@ class EngineRole(SessionFront):
         self._filler: Filler | None = None
         self._preparing: Filler | None = None
         self._served: ServedWeights | None = None
-        self._staged: StagedChanges | None = None
+        self._staged: StagedChanges | StagedTensors | None = None
         """What the next move applies, or the last one has applied."""
         self._moved: tuple[str, Filled, DigestConstants] | None = None
-        """What was moved and is not committed, where its digests are those of the parameters: of the layout with this digest."""
+        """What was moved and is not committed, where its digests are those of the parameters, or of what the loader was handed: of
+        the layout with this digest."""
         self._installed: tuple[Version, str, Filled, DigestConstants] | None = None
-        """What this rank serves, as it installed it: the base of changes, and what it is compared with."""
+        """What this rank serves, as it installed or received it: the base of changes, and what it is compared with."""
         self._freed: DirectFiller | None = None
         """Reads parameters again while no filler is prepared: the trainer is gone."""
         self._report = report
@@ -332,9 +333,10 @@ class EngineRole(SessionFront):
     def _stage(self, body: Stage, deadline: Deadline) -> Staged:
         """Read what changed while the engine serves. A rank that cannot raises, and all bytes are moved."""
         self._staged = None
+        if isinstance(self._filler, StreamedFiller):
+            return self._stage_tensors(self._filler, body, deadline)
         filler, installed, shards, constants = self._served_now(body.base)
-        if constants is not PUBLIC:
-            raise StaleSource(f"{self.session.member} read version {body.base} from another replica: its digests are under a key")
+        _require_public(constants)
         if filler.changes is None:
             raise ConfigurationError("parameters that share memory take no changes")
         failpoints.reached("engine.stage")
@@ -347,19 +349,44 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.staged")
         return Staged(staged.nbytes, digests.astype("<u8").tobytes())
 
+    def _stage_tensors(self, filler: StreamedFiller, body: Stage, deadline: Deadline) -> Staged:
+        """Compare the digests of the tensors that the loader has with the new ones. Parameters that can be read are read again."""
+        if not self.session.loads_some:
+            raise ConfigurationError(f"the {self.adapter.name} adapter's loader takes whole versions")
+        received, constants = self._installed_of(body.base, filler.layout)
+        _require_public(constants)
+        failpoints.reached("engine.stage")
+        held = received.digests
+        if received.verified == "installed":
+            again = self.session.read_back(deadline)
+            if again is None or self.adapter.outdated or not np.array_equal(again[0], filler.layout.tensor):
+                raise StaleSource(f"the parameters of {self.session.member} cannot be read now")
+            held = again[1]
+        staged, digests = filler.stage(body, held, deadline)
+        self.session.check_abort()  # an abort that came before did not reach it
+        self._staged = staged
+        failpoints.reached("engine.staged")
+        return Staged(staged.nbytes, digests.astype("<u8").tobytes())
+
+    def _installed_of(self, version: Version, layout: Layout) -> tuple[Filled, DigestConstants]:
+        """What this rank installed or received of ``version``, which it serves, and the constants of its digests."""
+        installed = self._installed
+        if installed is None or self.session.served_version != version or installed[:2] != (version, layout.digest):
+            raise StaleSource(f"it is not known what {self.session.member} has installed of version {version}")
+        return installed[2:]
+
     def _served_now(self, version: Version) -> tuple[DirectFiller, Filled, Sequence[Shard], DigestConstants]:
         """What wrote ``version``, which this rank serves, what it installed, the parameters, still in that memory, and its key."""
         if (refuted := self.session.refuted) is not None and refuted[0] == version:
             raise VerificationError(refuted[1])
-        filler, installed = self._freed or self._plan_filler("looking at what is installed"), self._installed
+        filler = self._freed or self._plan_filler("looking at what is installed")
         if not isinstance(filler, DirectFiller) or self.session.sleeps:
             raise ConfigurationError("only parameters that stay where they are, and that are written directly, can be read again")
-        if installed is None or self.session.served_version != version or installed[:2] != (version, filler.layout.digest):
-            raise StaleSource(f"it is not known what {self.session.member} has installed of version {version}")
+        installed, constants = self._installed_of(version, filler.layout)
         shards = self.session.shards("follow")
         if shards is None or not self._unmoved(shards, self._held) or self.adapter.outdated:
             raise StaleSource(f"the parameters of {self.session.member} are elsewhere since it installed version {version}")
-        return filler, installed[2], shards, installed[3]
+        return filler, installed, shards, constants
 
     def _require_installed(
         self, version: Version, filler: DirectFiller, installed: Filled, constants: DigestConstants, deadline: Deadline
@@ -386,7 +413,7 @@ class EngineRole(SessionFront):
 
     def _revert(self, body: Revert, deadline: Deadline) -> None:
         staged = self._staged
-        if staged is None or staged.base != body.base:
+        if not isinstance(staged, StagedChanges) or staged.base != body.base:
             raise ProtocolError(f"{self.session.member} has replaced no words of version {body.base}")
         with self.session.reverting(body.base):
             failpoints.reached("engine.revert")
@@ -417,6 +444,8 @@ class EngineRole(SessionFront):
     def _move(self, body: Move, deadline: Deadline) -> Moved:
         filler = self._plan_filler("a move")
         self.session.require("paused", "written")
+        if self._staged is not None and self.session.serving != self._staged.base:
+            self._staged = None  # another update came between, from outside
         with self._writing():
             failpoints.reached("engine.move")
             self.session.begin()
@@ -432,7 +461,8 @@ class EngineRole(SessionFront):
                     filled = filler.run(body.number, deadline, constants)
                     if self.adapter.repacks:
                         filled = replace(filled, verified="received")
-        self._moved = (filler.layout.digest, filled, constants) if filled.verified == "installed" else None
+        known = filled.verified == "installed" or isinstance(filler, StreamedFiller)
+        self._moved = (filler.layout.digest, filled, constants) if known else None
         failpoints.reached("engine.moved")
         return _moved(nbytes, filled)
 
@@ -536,6 +566,12 @@ def filler_for(context: FillContext, plan: PlanSlice, memory: ParameterMemory | 
     if memory.device is None:
         return HostDirect(context, plan, layout, memory.addresses)
     return DeviceDirect(context, plan, layout, memory.addresses, memory.device)
+
+
+def _require_public(constants: DigestConstants) -> None:
+    """Raise unless digests can be compared with those of another version."""
+    if constants is not PUBLIC:
+        raise StaleSource("the version before was read from another replica: its digests are under a key")
 
 
 def _because(reason: str) -> str:

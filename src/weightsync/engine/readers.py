@@ -65,6 +65,7 @@ class Readers:
         self._allowed, self._host, self._encrypted = allowed, host, encrypted
         self._check_abort = check_abort
         self._connections: list[Reader] = []
+        self._opened: list[tuple[Transport, Reader]] = []
         self._transports: dict[str, Transport] = {}
         self._by_transport: dict[str, list[Reader]] = {}
         self._read: dict[Reader, _Read] = {}
@@ -79,10 +80,13 @@ class Readers:
     ) -> None:
         """Connect to every source and prepare its reader for its copy tables. Targets are on ``device`` (``None``: the host).
 
-        Readers of one transport that combine are used as one.
+        Readers of one transport that combine are used as one. Called again, it prepares the same connections for other tables.
         """
-        for source, groups in zip(sources, tables, strict=True):
-            transport, reader = self.open(source, device, deadline)
+        self._by_transport = {}
+        for index, (source, groups) in enumerate(zip(sources, tables, strict=True)):
+            if index == len(self._opened):
+                self._opened.append(self.open(source, device, deadline))
+            transport, reader = self._opened[index]
             self._by_transport.setdefault(transport.name, []).append(reader)
             stopwatch.lap("connect")
             with span("map", source.member):
@@ -226,7 +230,8 @@ class Readers:
 
     def close(self) -> None:
         """Close all connections, the newest first. Safe twice."""
-        connections, self._connections, self._by_transport, self._read = self._connections, [], {}, {}
+        connections, self._connections, self._opened = self._connections, [], []
+        self._transports, self._by_transport, self._read = {}, {}, {}
         for reader in reversed(connections):
             reader.close()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from operator import itemgetter
+from typing import Literal, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from weightsync.tensors.shards import Shard
 
 State = Literal["serving", "pausing", "paused", "writing", "written", "committed", "quarantined"]
 """An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
+
+T = TypeVar("T")
 
 _PAUSE_SECONDS = 5.0
 _numbers = itertools.count(1)
@@ -92,6 +95,8 @@ class EngineSession:
         self.manifest: Manifest = join_manifests(main, rest[0] if rest else None, draft_prefix)
         self.sleeps = any(adapter.sleeps for adapter in self._adapters)
         """Whether parameters may be elsewhere after :meth:`begin`."""
+        self.loads_some = all(adapter.loads_some for adapter in self._adapters)
+        """Whether loaders may get only the tensors that changed."""
         self._owner_pauses = any(adapter.owner_pauses for adapter in self._adapters)
         self._read_back = ReadBack(self.manifest)
         self.state: State = "serving"
@@ -348,10 +353,16 @@ class EngineSession:
         self._calls.begin()
         self._calls.wake_weights()
 
+    def keep(self, names: Sequence[str]) -> None:
+        """Tell the adapter which tensors do not come, see :meth:`EngineAdapter.keep`. Comes after :meth:`begin`."""
+        shares = [names] if self._draft_prefix is None else _split(names, self._draft_prefix, str)
+        for index, share in enumerate(shares):
+            self._calls.keep(index, share)
+
     def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Hand one bucket to the engine's loader. Raises :class:`~weightsync.errors.LoadError` unless it takes all tensors."""
         self.check_abort()
-        shares = [tensors] if self._draft_prefix is None else _split(tensors, self._draft_prefix)
+        shares = [tensors] if self._draft_prefix is None else _split(tensors, self._draft_prefix, itemgetter(0))
         for index, share in enumerate(shares):
             if share:
                 load_all(partial(self._calls.load, index), self._adapters[index].name, share)
@@ -445,9 +456,9 @@ def _reaches(served: Version, version: int | Version) -> bool:
     return served.order >= version.order if isinstance(version, Version) else served.number >= version
 
 
-def _split(tensors: Sequence[tuple[str, torch.Tensor]], prefix: str) -> list[Sequence[tuple[str, torch.Tensor]]]:
+def _split(items: Sequence[T], prefix: str, name: Callable[[T], str]) -> list[Sequence[T]]:
     """What is the model's, and what is the draft model's."""
-    return [[item for item in tensors if item[0].startswith(prefix) is draft] for draft in (False, True)]
+    return [[item for item in items if name(item).startswith(prefix) is draft] for draft in (False, True)]
 
 
 def load_all(

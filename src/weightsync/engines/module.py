@@ -46,6 +46,7 @@ class ModuleAdapter(EngineAdapter):
     name = "module"
     pauses_twice = True
     follows = True
+    loads_some = True
 
     def __init__(
         self,

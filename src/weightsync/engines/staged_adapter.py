@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -25,7 +26,7 @@ class StagedAdapter(EngineAdapter):
 
     Direct delivery never calls the engine's loader. Otherwise buckets are staged in host memory, and the engine loads them after
     the coordinator has compared the digests, so nothing unverified is written into the model. It costs host memory for one copy of
-    the checkpoint at each rank, which is reused for later versions.
+    the checkpoint at each rank, which is reused for later versions: of these only the tensors that changed need to arrive.
 
     Args:
         checkpoint: Checkpoint of the model.
@@ -37,6 +38,7 @@ class StagedAdapter(EngineAdapter):
     """
 
     loads_late = True
+    loads_some = True  # also after a sleep: the staging memory holds all tensors
     follows = True
 
     def __init__(
@@ -54,6 +56,8 @@ class StagedAdapter(EngineAdapter):
         self._device = device if device is not None and device.type == "cuda" else None
         self._memory: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
+        self.kept: frozenset[str] = frozenset()
+        """The tensors that are as they were in the version before, in an update that brings the others."""
 
     def manifest(self) -> Manifest:
         """Return the checkpoint's manifest."""
@@ -75,6 +79,11 @@ class StagedAdapter(EngineAdapter):
     def begin(self) -> None:
         """Start a new version, with no tensors staged."""
         self._arrived.clear()
+        self.kept = frozenset()
+
+    def keep(self, names: Collection[str]) -> None:
+        """Take these tensors as they were staged for the version before."""
+        self.kept = frozenset(names) & self._memory.keys()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket into the staging memory. The engine does not use it yet."""
@@ -93,13 +102,14 @@ class StagedAdapter(EngineAdapter):
         Raises:
             LoadError: Tensors are missing. The message names at most five.
         """
-        missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived]
+        missing = [spec.name for spec in self._checkpoint.manifest if spec.name not in self._arrived | self.kept]
         if missing:
             raise LoadError(f"nothing was loaded into {self._engine}: {len(missing)} tensors were not received: {few(missing)}")
 
-    def staged(self, *, draft: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def staged(self, *, draft: bool = False, changed: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors to load into the model, or into the ``draft`` model, by their names in the checkpoint's files.
 
+        With ``changed`` only those of blocks (``model.layers.3``) in which a tensor has changed. What is in no block counts as one.
         Runs on the thread that runs the model.
 
         Raises:
@@ -108,11 +118,20 @@ class StagedAdapter(EngineAdapter):
         self.check_complete()
         prefix = self._draft_prefix
         index, manifest = self._checkpoint.manifest.index, self._checkpoint.manifest
+        blocks = {_block(name) for name in self._checkpoint.names if manifest[index[name]].name in self._arrived}
         for name in self._checkpoint.names:
+            if changed and _block(name) not in blocks:
+                continue
             if not prefix or name.startswith(prefix) is draft:
                 yield name.removeprefix(prefix or ""), self._memory[manifest[index[name]].name]
 
     @property
     def received_direct(self) -> bool:
         """Whether the update wrote the parameters themselves: all ranks of a round use the same delivery."""
-        return self._direct is not None and not self._arrived
+        return self._direct is not None and not self._arrived and not self.kept
+
+
+def _block(name: str) -> str:
+    """The block of a tensor: its name up to the first number; empty if there is none."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    return numbered[0] if numbered else ""

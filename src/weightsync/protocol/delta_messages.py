@@ -38,16 +38,22 @@ class ChangedWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stage(Message, frozen=True):
-    """Fetch, while still serving ``base``, what changed between it and version ``number``. Answered by :class:`Staged`."""
+    """Prepare, while still serving ``base``, for what changed between it and version ``number``. Answered by :class:`Staged`.
+
+    With direct delivery the changes of ``sources`` are fetched. With streamed delivery only tensors are moved later whose
+    ``digests`` are others than those that this rank has received.
+    """
 
     number: Number
     base: Version
     sources: Annotated[tuple[ChangedWords, ...], Many]
-    """In the order of the plan's sources."""
+    """In the order of the plan's sources; empty with streamed delivery."""
+    digests: bytes = b""
+    """Of every tensor of the new version (uint64, little-endian), with streamed delivery."""
 
 
 class Staged(Message, frozen=True):
-    """The changes are here: ``nbytes`` of lists.
+    """The changes are here: ``nbytes`` of lists. With streamed delivery: so many bytes of tensors will be moved.
 
     ``digests`` are those of every row of the plan's layout (uint64, little-endian) as they will be: the base's, and what the
     changes will add to them.

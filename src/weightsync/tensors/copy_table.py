@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsync.arrays import Int32, Int64
+from weightsync.arrays import Bools, Int32, Int64
 from weightsync.errors import LayoutError, PlanMismatch
 from weightsync.model import Layout, Manifest
 from weightsync.planning.geometry import spread
@@ -93,6 +93,10 @@ class CopyTable:
         if self.keys is None or (len(self.keys) and self.keys[:, 0].min() < 0):
             return -1
         return int(self.keys[:, 0].max()) + 1 if len(self.keys) else 0
+
+    def of_rows(self, wanted: Bools) -> CopyTable:
+        """Return the tiles, which have keys, of ``wanted`` rows of the target's layout, ``bool[rows]``."""
+        return CopyTable.of_table(self.table[wanted[self.table[:, _KEYS]]])
 
     @classmethod
     def of_table(cls, table: Int64) -> CopyTable:

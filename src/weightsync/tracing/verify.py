@@ -17,8 +17,9 @@ _MOST_OTHERS = 1 << 30
 _SEED = 20_261_121
 _CACHES = ("kv_cache", "kv_caches")
 
-Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""Loads some whole layers into the serving model with the engine's own code, including all processing after loading."""
+Reload = Callable[[Iterable[tuple[str, torch.Tensor]], Collection[str]], None]
+"""Loads some whole layers, whose names are given, into the serving model with the engine's own code, including all processing after
+loading."""
 
 
 @dataclass
@@ -153,7 +154,7 @@ class _Trial:
             for shard in self.by_name[name]:
                 shard.tensor.copy_(_random(tuple(shard.tensor.shape), shard.tensor.dtype, self.generator))
         try:
-            reload(self.weights.items())
+            reload(self.weights.items(), sorted(self.traced.layers(set(self.names))))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -130,7 +130,7 @@ class DirectServer:
         given.direct_shards = self.shards
 
     def shards(self, config: Any, model: Any, device: torch.device, checkpoint: Any, ranks: int) -> Any:
-        return find_direct(model, checkpoint.manifest, model.load_weights, device, ranks)
+        return find_direct(model, checkpoint.manifest, lambda tensors, layers: model.load_weights(tensors), device, ranks)
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -59,6 +59,26 @@ def test_a_loader_that_leaves_tensors_is_an_error_also_if_it_says_nothing_of_wha
         install(model, Unquantized(), tensors)
 
 
+def test_layers_that_get_less_than_with_the_whole_checkpoint_are_an_error() -> None:
+    """vLLM would process them with whatever is in new memory."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    from weightsync.engines.vllm.loading import install, install_some
+
+    model = Takes(9)
+    model.third = torch.nn.Linear(2, 2)
+    record_metadata_for_reloading(model)
+    whole = {
+        name: torch.ones(size) for name, size in {"first.weight": (2, 2), "second.weight": (2, 2), "third.weight": (2, 2)}.items()
+    }
+    install(model, Unquantized(), whole.items())  # the third layer is padded: its bias never comes
+    for name in whole:
+        install_some(model, Unquantized(), [(name, torch.full((2, 2), 3.0))], as_whole=True)
+        assert torch.all(model.get_parameter(name) == 3.0)
+    with pytest.raises(LoadError, match="fill only parts of 1 layers: third"):
+        install_some(model, Unquantized(), [("third.bias", torch.zeros(2))], as_whole=True)
+
+
 def test_names_of_adapters_keep_what_vllm_stacks_itself() -> None:
     """In every supported release: until 0.31 the mapper's method had another name, and q, k and v of experts' models became one."""
     from vllm.model_executor.models.utils import WeightsMapper

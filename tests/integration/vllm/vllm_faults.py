@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ class Faults:
     model_runner: Any
     rank: int
     spoiled: Any
+    noted: list[str]
 
     def fail_next_load(self) -> None:
         """The next ``load_weights`` of rank 0's model takes a few tensors and raises; the one after it works."""
@@ -29,6 +30,27 @@ class Faults:
             raise RuntimeError("injected into the load")
 
         model.load_weights = failing
+
+    def note_loads(self) -> None:
+        """From now on note the names of all tensors that the model's loader is given."""
+        model = self.model_runner.get_model()
+        own, self.noted = model.load_weights, list[str]()
+
+        def noting(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            def each() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    self.noted.append(name)
+                    yield name, tensor
+
+            loaded: set[str] = own(each())
+            return loaded
+
+        model.load_weights = noting
+
+    def noted_loads(self) -> list[str]:
+        """Return what was noted, and begin anew."""
+        noted, self.noted = self.noted, []
+        return noted
 
     def spoil_slots(self, rank: int, matrix: str, row: int) -> None:
         """From now on ``rank`` has another byte in a ``row`` of a slot than it should have; with ``row`` -1 beyond the adapter."""

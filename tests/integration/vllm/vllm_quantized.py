@@ -21,18 +21,10 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.integration.quantized_checkpoints import EXPERTS, SIZES, quantized
 from tests.integration.vllm.vllm_tracing import build
-from tests.unit.tensors.quantized_references import NAMES, reference
 
 from weightsync.deadline import Deadline
-from weightsync.tensors.quantization import fused_group
-
-SIZES = {
-    "vocab_size": 101, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def packed_scales(sf, mn, k, recipe, num_groups, is_sfa):
@@ -117,20 +109,6 @@ def stand_in(change, copies):
             self.moe_quant_config._w1.scale = layer.w13_weight_scale_inv * 2
 
     fp8.Fp8MoEMethod._init_moe_kernel = configure
-
-
-def quantized(plain, kind="fp8-block"):
-    """The same checkpoint, quantized offline."""
-    tensors = {}
-    for name, tensor in plain.items():
-        if "_proj.weight" in name:
-            names = [name.removesuffix("weight") + part for part in NAMES[kind]]
-            group, _ = fused_group(name)
-            largest = max(other.abs().max() for key, other in plain.items() if fused_group(key)[0] == group)
-            tensors |= dict(zip(names, reference(kind, tensor, largest), strict=True))
-        else:
-            tensors[name] = tensor
-    return tensors
 
 
 def published(plain, served, method, kind):

@@ -32,7 +32,7 @@ def reverting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return Done()
 
     async def stage(replica: Replica, *_: object) -> StagedDelta | None:
-        return None if replica.version is None else StagedDelta(replica.version, {})
+        return None if replica.version is None else StagedDelta(replica.version, {}, reversible=True)
 
     def deltas(publications: Publications, _: object) -> tuple[Delta, ...]:
         words = ChangedWords(1, 0, 0, 0, 1, 0, 0, 0, 0, 1)

@@ -383,16 +383,23 @@ def test_padding_is_what_neither_the_checkpoints_tokens_nor_added_ones_take(
         ({"device": "meta"}, "the model is on the device meta"),
         ({"offload_group_size": 2}, "--offload-group-size is 2: weights are moved"),
         ({"pp_size": 2}, "--pipeline-parallel-size is 2"),
-        ({"quantization": "fp8"}, "the model is quantized (fp8)"),
+        (
+            {"quantization": "awq"},
+            "the model is quantized (awq): only fp8 and compressed-tensors are supported. Serve a checkpoint in",
+        ),
+        ({"quantization": "fp8", "checkpoint": None}, "--quantization is 'fp8': SGLang quantizes on loading"),
+        ({"quantization": "fp8", "enable_lora": True}, "--enable-lora with a quantized model (fp8) was not tested"),
+        ({"quantization": "fp8"}, "the model is quantized (fp8), and SGLang made it without the plugin"),
         ({"draft": [("draft", None)]}, "--speculative-algorithm is 'EAGLE'"),
     ],
 )
 def test_settings_that_exclude_updates_are_named(changed: dict[str, object], reason: str) -> None:
     settings: dict[str, object] = {
         "pp_size": 1, "init_expert_location": "trivial", "weight_cache_mode": "off", "disaggregation_mode": "null",
-        "speculative_algorithm": "EAGLE",
+        "speculative_algorithm": "EAGLE", "enable_lora": False,
     } | changed  # fmt: skip
-    config = SimpleNamespace(quantization=settings.pop("quantization", None))
+    described = SimpleNamespace(quantization_config=settings.pop("checkpoint", {"quant_method": "fp8"}))
+    config = SimpleNamespace(quantization=settings.pop("quantization", None), hf_config=described)
     runners, blocker, device = settings.pop("draft", None), settings.pop("input_blocker", None), settings.pop("device", "cpu")
     model = torch.nn.Linear(1, 1, device=str(device))
     scheduler = SimpleNamespace(

@@ -73,7 +73,7 @@ class Engine(nn.Module):
                 target = layer.qkv.weight if part == "weight" else layer.qkv.bias
                 target.data["qkv".index(kind) * WIDE :][:WIDE].copy_(tensor)
 
-    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]], layers: Collection[str] = ()) -> None:
         """As vLLM does: load, then process."""
         given = dict(tensors)
         self.load_weights(given.items())
@@ -319,7 +319,7 @@ class Kept(nn.Module):
         self.scale.copy_(given["scale"] * 2)
         self.row.copy_(given["row"].max())
 
-    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]], layers: Collection[str] = ()) -> None:
         with torch.no_grad():
             self.process([""], dict(tensors))
 

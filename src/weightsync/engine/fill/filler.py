@@ -111,7 +111,8 @@ class Filler(ABC):
     def __init__(self, context: FillContext) -> None:
         self._context = context
         self._owned = ExitStack()
-        self._readers = context.readers
+        self._readers = self._reading = context.readers
+        """All connections of the plan, and those of the round that runs."""
 
     @abstractmethod
     def prepare(self, deadline: Deadline) -> None:
@@ -193,12 +194,17 @@ class PlanFiller(Filler):
         Readers know the public constants only, so a keyed digest is taken afterwards too.
         """
         self._context.engine.check_abort()
-        if self._readers.digest_inline and constants is PUBLIC:
-            self._readers.read(group, deadline, digests)
+        if self._reading.digest_inline and constants is PUBLIC:
+            self._reading.read(group, deadline, digests)
         else:
-            self._readers.read(group, deadline)
+            self._reading.read(group, deadline)
             with span("digest"):
-                digest_rows(self._context.manifest, self.layout, self._addresses, *self._groups[group], digests, constants)
+                for first, end in self._digested(group):
+                    digest_rows(self._context.manifest, self.layout, self._addresses, first, end, digests, constants)
+
+    def _digested(self, group: int) -> list[tuple[int, int]]:
+        """The rows of a group that are moved, as half-open ranges."""
+        return [self._groups[group]]
 
     def _report(self, nbytes: int) -> None:
         """Report progress, except of the last bytes, which the result reports."""

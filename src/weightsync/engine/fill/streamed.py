@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weightsync.arrays import UInt64
+from weightsync.arrays import Bools, UInt64
 from weightsync.closing import OnFailure
 from weightsync.deadline import Deadline
 from weightsync.engine.fill.filler import FillContext, Filled, PlanFiller
 from weightsync.engine.fill.receive_ahead import ReceiveAhead
-from weightsync.errors import DeadlineExceeded, PlanMismatch, WeightSyncError
+from weightsync.engine.readers import Stopwatch
+from weightsync.errors import DeadlineExceeded, PlanMismatch, ProtocolError, StaleSource, TransportUnavailable, WeightSyncError
 from weightsync.model import Layout
-from weightsync.protocol.messages import PlanSlice
+from weightsync.protocol.messages import PlanSlice, Stage
 from weightsync.spans import span
 from weightsync.tensors.cuda.waiting import wait_for_device, wait_for_event
 from weightsync.tensors.device_memory import DeviceDigest
@@ -53,8 +54,8 @@ class LaunchAhead:
         check_abort: Callable[[], None],
         finish: Callable[[Reader, int, Completion, Deadline], None],
     ) -> None:
-        self._finish = finish
-        self._readers, self._groups, self._device = readers, groups, device
+        self.readers, self.finish = readers, finish
+        self._groups, self._device = groups, device
         self._ahead = staging.buffers - 1
         self._digest, self._load, self._check_abort = digest, load, check_abort
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # for the plan's life: new ones strand memory
@@ -79,7 +80,7 @@ class LaunchAhead:
             with torch.cuda.stream(self._stream):
                 if bucket > self._ahead:
                     self._stream.wait_event(loaded[bucket - self._ahead - 1])
-                reads = [reader.submit(bucket, deadline) for reader in self._readers]
+                reads = [reader.submit(bucket, deadline) for reader in self.readers]
                 self._digest(*self._groups[bucket])
                 filled.append((reads, _mark(self._stream)))
 
@@ -97,8 +98,8 @@ class LaunchAhead:
                     loaded.append(_mark(own))
                     worked += time.perf_counter() - started
                     started = time.perf_counter()
-                    for reader, read in zip(self._readers, reads, strict=True):
-                        self._finish(reader, bucket, read, deadline)  # the next bucket is under way: the device has work
+                    for reader, read in zip(self.readers, reads, strict=True):
+                        self.finish(reader, bucket, read, deadline)  # the next bucket is under way: the device has work
                     waited += time.perf_counter() - started
                     done(bucket)
                 if loaded:
@@ -141,15 +142,41 @@ def bucket_bytes_for(device: torch.device | None) -> int:
     return min(max(free // _SHARE, _LEAST), _MOST) & -(2 << 20)
 
 
+class StagedTensors:
+    """The ``changed`` rows (tensors, ``bool[rows]``) of a version. ``held``, ``uint64[rows]``, are the digests of the one before.
+
+    It is for ``filler`` alone, whose connections are prepared for these rows. Used by one thread, except :meth:`abort`.
+    """
+
+    def __init__(self, filler: StreamedFiller, body: Stage, changed: Bools, held: UInt64) -> None:
+        self._filler, self.base, self.number, self.changed, self.held = filler, body.base, body.number, changed, held
+        specs = [filler.manifest[tensor] for tensor in filler.layout.tensor[changed].tolist()]
+        self.names, self.nbytes = {spec.name for spec in specs}, sum(spec.nbytes for spec in specs)
+
+    def is_for(self, number: int, filler: object) -> bool:
+        """Whether this leads to version ``number``, through the buckets of ``filler``."""
+        return self.number == number and self._filler is filler
+
+    def apply(self, deadline: Deadline) -> Filled:
+        """Move the tensors, as :meth:`StreamedFiller.run` does. The others count with the digests that they had."""
+        return self._filler.run(self.number, deadline, PUBLIC, self)
+
+    def abort(self) -> None:
+        """Nothing of it runs by itself."""
+
+
 class StreamedFiller(PlanFiller):
     """Fills staging buckets on ``device`` (``None``: in host memory), through a pipeline, for the engine's own loader."""
 
     _pipeline: ReceiveAhead | LaunchAhead
     _staging: Staging
+    _some: StagedTensors | None = None  # of the run
 
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout, device: torch.device | None) -> None:
-        check_size(context.manifest, layout, context.bucket_bytes)
+        self.manifest = context.manifest
+        check_size(self.manifest, layout, context.bucket_bytes)
         super().__init__(context, plan, layout, [_rows_of(layout, region) for region in range(len(layout.regions))], device)
+        self._some_readers = context.readers  # separate connections: what fails while they are prepared leaves the others usable
 
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
@@ -160,13 +187,55 @@ class StreamedFiller(PlanFiller):
         self._addresses = self._staging.addresses
         self.staging_bytes = self._staging.nbytes
         super().prepare(deadline)
+        self._owned.callback(self._some_readers.close)
+
+    def stage(self, body: Stage, held: UInt64, deadline: Deadline) -> tuple[StagedTensors, UInt64]:
+        """Connect for the tensors whose digest is another one than ``held``, ``uint64[rows]``. The engine may serve meanwhile.
+
+        Returns:
+            The tensors, and the digests of all rows as they will be.
+
+        Raises:
+            ProtocolError: There is not one digest for each tensor.
+            StaleSource: Every tensor is another one.
+            TransportUnavailable: Readers of the plan's transports share their fate, or other transports came.
+            WeightSyncError: What readers raise.
+        """
+        if len(body.digests) != 8 * len(self.manifest):
+            raise ProtocolError(f"{len(body.digests)} bytes of digests came for {len(self.manifest)} tensors")
+        wanted = np.frombuffer(body.digests, "<u8").astype(np.uint64)[self.layout.tensor]
+        changed = wanted != held
+        if changed.all():
+            raise StaleSource(f"every tensor has changed since version {body.base}")
+        with OnFailure(self._some_readers.close):  # its connections may be beyond use
+            if not self._readers.sharing_fate:
+                tables = [[table.of_rows(changed) for table in groups] for groups in self._tables]
+                self._some_readers.connect(self.plan.sources, tables, self.device, deadline, Stopwatch())
+            if self._some_readers.transports != self.transports:
+                raise TransportUnavailable(f"{', '.join(self.transports)} cannot read single tensors now")
+        return StagedTensors(self, body, changed, held), wanted
+
+    def abort(self) -> None:
+        """See :meth:`Filler.abort`."""
+        super().abort()
+        self._some_readers.abort()
 
     _constants = PUBLIC  # of the run
 
-    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
-        """See :meth:`PlanFiller.run`. The digests are those of the parameters where they can be read back, else of the buckets."""
-        self._constants = constants
-        self._readers.begin(version, deadline)
+    def run(
+        self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC, some: StagedTensors | None = None
+    ) -> Filled:
+        """See :meth:`PlanFiller.run`. The digests are those of the parameters where they can be read back, else of the buckets.
+
+        Only ``some`` tensors are moved, if they are given, and the others have the digests that they had.
+        """
+        self._constants, self._some, self._digests = constants, some, np.zeros(len(self.layout), np.uint64)
+        self._reading = self._readers if some is None else self._some_readers
+        if isinstance(self._pipeline, LaunchAhead):
+            self._pipeline.readers, self._pipeline.finish = list(self._reading), self._reading.finish
+        if some is not None:
+            self._context.engine.keep([spec.name for spec in self.manifest if spec.name not in some.names])
+        self._reading.begin(version, deadline)
         done = 0
 
         def loaded(bucket: int) -> None:
@@ -181,8 +250,10 @@ class StreamedFiller(PlanFiller):
         if installed is not None and np.array_equal(installed[0], self.layout.tensor):
             filled = Filled(installed[1], "installed", receive_seconds, load_seconds, time.perf_counter() - started)
         else:
-            filled = Filled(self._received(), "received", receive_seconds, load_seconds)
-        self._readers.end(deadline)
+            digests = self._received()
+            digests = digests if some is None else np.where(some.changed, digests, some.held)
+            filled = Filled(digests, "received", receive_seconds, load_seconds)
+        self._reading.end(deadline)
         return filled
 
     @abstractmethod
@@ -191,7 +262,17 @@ class StreamedFiller(PlanFiller):
 
     def _load(self, bucket: int, deadline: Deadline) -> None:
         """Hand a bucket to the engine's loader."""
-        self._context.engine.load(self._staging.tensors(bucket))
+        tensors, some = self._staging.tensors(bucket), self._some
+        if some is not None:
+            tensors = [item for item in tensors if item[0] in some.names]
+        if tensors:
+            self._context.engine.load(tensors)
+
+    def _digested(self, group: int) -> list[tuple[int, int]]:
+        if self._some is None:
+            return super()._digested(group)
+        first, end = self._groups[group]
+        return [(row, row + 1) for row in (first + np.flatnonzero(self._some.changed[first:end])).tolist()]
 
     def close(self) -> None:
         """See :meth:`Filler.close`. Deferred while a thread may still write to the staging buckets."""
@@ -211,17 +292,11 @@ class HostStreamed(StreamedFiller):
     def __init__(self, context: FillContext, plan: PlanSlice, layout: Layout) -> None:
         super().__init__(context, plan, layout, None)
         self._pipeline = ReceiveAhead(len(self._groups), context.buffers, self._receive, self._load, self.abort)
-        self._digests = np.zeros(len(layout), np.uint64)
 
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
         self._context.engine.can_read_back(build=True)
-
-    def run(self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC) -> Filled:
-        """See :meth:`StreamedFiller.run`."""
-        self._digests = np.zeros(len(self.layout), np.uint64)
-        return super().run(version, deadline, constants)
 
     def _receive(self, bucket: int, deadline: Deadline) -> None:
         self._read_host(bucket, self._digests, deadline, self._constants)
@@ -263,7 +338,7 @@ class DeviceStreamed(StreamedFiller):
     def _receive(self, bucket: int, deadline: Deadline) -> None:
         self._context.engine.check_abort()
         with torch.cuda.device(self.device):
-            self._readers.read(bucket, deadline)
+            self._reading.read(bucket, deadline)
             self._launch_digest(*self._groups[bucket])
 
     def _launch_digest(self, first: int, end: int) -> None:

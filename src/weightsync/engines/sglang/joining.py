@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from weightsync.config import variable
 from weightsync.engine.adapter import EngineLoras
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
+from weightsync.engines.sglang import quantized
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
 from weightsync.engines.sglang.requests import requests_of_sglang
@@ -31,12 +32,17 @@ from weightsync.protocol.messages import Delivery
 from weightsync.tracing.tracer import trace_loader
 
 
-def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ANN401 - SGLang's ModelRunner
+def install(
+    runner: Any,  # noqa: ANN401 - SGLang's ModelRunner
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    layers: Collection[str] = (),
+) -> None:
     """Load tensors of a checkpoint into the model of ``runner`` in place, on the thread that runs it.
 
     Args:
         runner: SGLang's runner of the model.
         tensors: Tensors by their names in the checkpoint's files.
+        layers: Names of the layers that they fill, which are not needed.
 
     Raises:
         LoadError: The loader did not consume all tensors.
@@ -113,6 +119,7 @@ class SglangAdapter(StagedAdapter):
     name = "sglang"
     pauses_twice = True  # rank 0 continues all ranks, also those whose own resume fails
     sleeps = True
+    loads_some = True  # all staged tensors are loaded: SGLang processes every layer of some models again
 
     def __init__(
         self,
@@ -145,8 +152,11 @@ class SglangAdapter(StagedAdapter):
         super().wake_weights()
 
     def finish(self, version: Version) -> None:
-        """Load the staged tensors on the scheduler's thread."""
-        if not self.received_direct:
+        """Load the staged tensors, or process layers that were written directly, on the scheduler's thread."""
+        if self._direct is not None and self.received_direct:
+            if self.repacks:
+                self._loop.call(self._direct.process, COMMIT_SECONDS)
+        else:
             self.check_complete()
             self._loop.call(lambda: self._install(self.staged()), COMMIT_SECONDS)
         self._loaded = version
@@ -235,7 +245,8 @@ class JoinedScheduler(Closeable):
             adapter.lora_versions = _find_loras(scheduler, self.loop, sender, tells_tokenizer)
             if arguments.enable_memory_saver:
                 adapter.no_source = "its weights may be released while it serves (--enable-memory-saver)"
-            self.engine = owned.enter_context(options.join(adapter, rank, ranks, delivery))
+            kept = "direct" if runner.model_config.quantization is not None else delivery
+            self.engine = owned.enter_context(options.join(adapter, rank, ranks, kept))
             self._owned = owned.pop_all()
 
     def close(self) -> None:
@@ -271,8 +282,11 @@ def _find_direct(
     delivery: Delivery,
 ) -> tuple[DirectShards | None, str]:
     """Return the shards for direct delivery, or ``None`` and the reason to stream."""
-    manifest, reload = checkpoint.manifest, partial(install, runner)
-    trial = partial(find_direct, runner.model, manifest, reload, device, ranks, engine="SGLang", package="sglang")
+    manifest = checkpoint.manifest
+    find = partial(find_direct, runner.model, manifest, device=device, ranks=ranks, engine="SGLang", package="sglang")
+    if runner.model_config.quantization is not None:
+        return _find_quantized(find, runner, manifest, delivery), ""
+    trial = partial(find, reload=partial(install, runner))
     direct, because = chosen_shards(delivery, trial, "this rank of SGLang", "SGLang")
     if direct is not None:
         return direct, ""
@@ -284,3 +298,22 @@ def _find_direct(
     if gaps is not None:
         raise ConfigurationError(f"the loader of SGLang's {type(runner.model).__name__} does not take the whole checkpoint: {gaps}")
     return None, because
+
+
+def _find_quantized(
+    find: Callable[..., DirectShards | str],
+    runner: Any,  # noqa: ANN401 - SGLang's
+    manifest: Manifest,
+    delivery: Delivery,
+) -> DirectShards:
+    """Return the shards for direct delivery to a quantized model. Streaming would let SGLang process it again, which breaks it."""
+    refused = "WEIGHTSYNC_DELIVERY is streamed" if delivery == "streamed" else quantized.scales_of_cache(manifest)
+    direct = refused or find(
+        reload=partial(quantized.reload, runner),
+        to_load=partial(quantized.format_to_load, runner.model),
+        process=partial(quantized.process, runner),
+    )
+    if isinstance(direct, DirectShards):
+        return direct
+    method = runner.model_config.quantization
+    raise ConfigurationError(f"the model is quantized ({method}), so its weights are delivered directly or not at all: {direct}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsync.config import variable
 from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.engines.sglang.quantized import keep_formats
 from weightsync.errors import ConfigurationError
 from weightsync.external.versioned_requests import VersionedRequests
 from weightsync.releases import check_interface
@@ -16,6 +17,7 @@ from weightsync.releases import check_interface
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 SERVER = "sglang.srt.entrypoints.http_server"
+LOADER = "sglang.srt.model_loader.loader"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 _log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ def register() -> None:
     HookRegistry.register(f"{SCHEDULER}.run_event_loop", _run_event_loop, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.process_input_requests", _process_input_requests, HookType.AROUND)
     HookRegistry.register(f"{RECEIVER}._pull_raw_reqs", _pulled, HookType.AFTER)
+    HookRegistry.register(f"{LOADER}._initialize_model", keep_formats, HookType.AFTER)
     HookRegistry.register(f"{TOKENIZER}.init_request_dispatcher", _take_labels, HookType.AFTER)
     HookRegistry.register(f"{TOKENIZER}._resolve_lora_path", _resolve_lora, HookType.AROUND)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsync.engines.sglang.quantized import why_not
+
 _UNSET = (None, "", False, 0, "off", "null", "none", "trivial")
 
 _OUTLIVES = "keys and values outside of SGLang's own cache would outlive the weights that computed them"
@@ -65,9 +67,8 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
     device = next(runner.model.parameters()).device.type
     if device not in ("cuda", "cpu"):
         return f"the model is on the device {device}: only CUDA, ROCm and the CPU are supported"
-    quantization = runner.model_config.quantization
-    if quantization is not None:
-        return f"the model is quantized ({quantization}), and SGLang changes such weights after loading them"
+    if runner.model_config.quantization is not None and (why := why_not(runner, arguments)) is not None:
+        return why
     draft = scheduler.draft_worker
     if draft is not None and draft.weight_update_runners():
         return (

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import torch
 
 from weightsync.engines.hf_checkpoint import HfCheckpoint
+from weightsync.engines.processing import methods_kept
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.engines.vllm.experts import MovingExperts
-from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, kernels_kept, process_layers
+from weightsync.engines.vllm.loading import format_to_load, install_some, kept_by_kernels, process_layers
 
 VllmConfig: TypeAlias = Any
 """``vllm.config.VllmConfig``. Its ``lora_config`` is ``None`` if LoRA is disabled."""
@@ -54,5 +55,5 @@ def direct_shards(
     if layer is not None:
         return f"the kernel of {layer} keeps tensors besides the parameters, which direct delivery would not update"
     # Processing replaces quantized parameters. Whether it also changes what they hold, the trial finds out.
-    with kernels_kept(model):
+    with methods_kept(model):
         return trial(to_load=partial(format_to_load, model), process=partial(process_layers, config, model))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weightsync.engines.vllm.loading import restored
+from weightsync.engines.processing import restored
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LayoutError
 from weightsync.releases import BALANCING, check_interface

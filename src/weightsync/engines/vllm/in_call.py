@@ -64,7 +64,7 @@ class _CalledAdapter(VllmWorkerAdapter):
         """Bytes that an update brings to this rank."""
         shards = self.shards() if self.received_direct else None
         if shards is None:
-            return self.manifest().nbytes
+            return sum(spec.nbytes for spec in self.manifest() if spec.name not in self.kept)
         return sum(shard.tensor.nbytes for shard in shards)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
+from weightsync.engines import processing
 from weightsync.errors import LoadError, few
 
 _REQUANTIZED = 1 << 25  # elements at a time; vLLM takes about 20 bytes for each
@@ -17,9 +19,17 @@ _E4M3_224, _E4M3_448 = 0x76, 0x7E
 ModelConfig: TypeAlias = Any
 """``vllm.config.ModelConfig``. Its ``quantization`` is ``None`` if the model is not quantized."""
 
+_unfilled: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""The layers of a model that a whole checkpoint does not fill (they are padded), and how many elements they get."""
+
 
 def install(
-    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, whole: bool = True
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    whole: bool = True,
+    as_whole: bool = False,
 ) -> None:
     """Load the tensors of a checkpoint into ``model``, in place, on the thread that runs the model.
 
@@ -33,16 +43,19 @@ def install(
         tensors: Tensors by their names in the checkpoint.
         whole: Whether these are all tensors of the checkpoint. Otherwise they are those of some whole layers, and the others keep
             their weights.
+        as_whole: Whether each of these layers must get as many elements as when :func:`install` last loaded the whole checkpoint.
 
     Raises:
-        LoadError: The loader did not consume all tensors, or did not fill all parameters.
+        LoadError: The loader did not consume all tensors, or did not fill all parameters or ``as_whole`` layers.
         Exception: The loader raised it.
     """
     with _packed_experts(model):
-        _reload(model, model_config, tensors, whole)
+        _reload(model, model_config, tensors, whole, as_whole)
 
 
-def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool) -> None:
+def _reload(
+    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool, as_whole: bool
+) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
     tied = _tied(model)
@@ -58,6 +71,11 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
             raise LoadError(f"vLLM's loader did not fill {len(missing)} parameters: {few(missing)}")
+        unfilled = _waiting(model)
+        if whole:
+            _unfilled[model] = unfilled
+        elif as_whole and (parts := [name for name, count in unfilled.items() if _unfilled.get(model, {}).get(name) != count]):
+            raise LoadError(f"the tensors that changed fill only parts of {len(parts)} layers: {few(parts)}")
     except BaseException:
         _drop_buffered(model)
         finalize_layerwise_reload(model, model_config)
@@ -69,13 +87,28 @@ def _reload(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable
             method.process_weights_after_loading(layer)
 
 
-def install_some(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load some whole layers as :func:`install` does, without vLLM's warnings about the other layers."""
+def _waiting(model: torch.nn.Module) -> dict[str, int]:
+    """Return the layers that vLLM's reload has not processed yet, although they got elements, and how many."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    infos = ((name, get_layerwise_info(layer)) for name, layer in model.named_modules())
+    return {name: info.load_numel for name, info in infos if info.can_load() and info.load_numel}
+
+
+def install_some(
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    layers: Collection[str] = (),
+    *,
+    as_whole: bool = False,
+) -> None:
+    """Load some whole ``layers`` as :func:`install` does, without vLLM's warnings about the other layers."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        install(model, model_config, tensors, whole=False)
+        install(model, model_config, tensors, whole=False, as_whole=as_whole)
     finally:
         log.setLevel(level)
 
@@ -113,31 +146,14 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
     layers = list(model.modules())
     unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     try:
-        with restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
+        with processing.restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
             for layer in layers:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
+                vars(layer).pop("_already_called_process_weights_after_loading", None)
             yield
     finally:
         for layer, names in zip(layers, unsaved, strict=True):
             layer._non_persistent_buffers_set = names
-
-
-@contextmanager
-def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Put back what the tables held, in themselves."""
-    before = [(table, dict(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for table, held in before:
-            table.clear()
-            table.update(held)
-
-
-def kernels_kept(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Put back what layers' methods hold. A reload makes other kernels for quantized experts, over tensors of that reload."""
-    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    return restored(vars(method) for method in methods if method is not None)
 
 
 def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's
@@ -158,22 +174,7 @@ def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str],
 
     with set_current_vllm_config(config), _requantized_at_once():
         for name in layers:
-            layer = model.get_submodule(name)
-            held = {**layer._parameters, **layer._buffers}
-            with kernels_kept(layer), format_to_load(layer):
-                vars(layer).pop("_already_called_process_weights_after_loading", None)
-                for key, wanted in [*layer._parameters.items(), *layer._buffers.items()]:
-                    if wanted is not None and wanted.is_meta:
-                        if (given := tensors.get(f"{name}.{key}")) is None:
-                            raise LoadError(f"{name} is processed from {key}, which no tensor of the checkpoint fills")
-                        tensor: Any = given.detach() if given.dtype == wanted.dtype else given.to(wanted.dtype)
-                        tensor.__class__, tensor.__dict__ = wanted.__class__, dict(vars(wanted))
-                        setattr(layer, key, tensor)
-                method: Any = getattr(layer, "quant_method", None)
-                if method is not None:
-                    method.process_weights_after_loading(layer)
-                made = {key: getattr(layer, key, None) for key, tensor in held.items() if tensor is not None}
-            _put(name, made, held)
+            processing.process_layers(model, [name], format_to_load, processing.given(tensors))
 
 
 @contextmanager
@@ -217,21 +218,6 @@ def _unchanged(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     largest = (data & 127).amax((1, 3))
     power = ((scales.view(torch.int32) & 0x7FFFFF) == 0) & (scales > 2.0**-20) & (scales < 2.0**20)
     return power & (largest > _E4M3_224) & (largest <= _E4M3_448)
-
-
-def _put(name: str, made: Mapping[str, torch.Tensor | None], held: Mapping[str, torch.Tensor | None]) -> None:
-    """Copy what a layer was processed to where it belongs."""
-    memories = {tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor is not None}
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for key, result in made.items():
-        target = held[key]
-        if result is None or target is None or (result.shape, result.dtype) != (target.shape, target.dtype):
-            raise LoadError(f"{name}.{key} was processed to another form than the engine has")
-        if (result.data_ptr(), result.stride()) != (target.data_ptr(), target.stride()):
-            shared = result.untyped_storage().data_ptr() in memories
-            copies.append((target.detach(), result.clone() if shared else result))
-    for target, result in copies:
-        target.copy_(result)
 
 
 def kept_by_kernels(model: torch.nn.Module) -> str | None:

@@ -1,0 +1,184 @@
+"""Direct delivery into quantized layers of SGLang, which it changes after loading them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.engines.processing import given, process_layers, restored, tensors_of
+from weightsync.errors import LoadError, few
+from weightsync.model import Manifest
+from weightsync.tensors.shards import bits_of
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "_weightsync_format"
+_UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+_METHODS = ("fp8", "compressed-tensors")
+_SCALES_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
+_PLAIN = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, eq=False)
+class _AsMade:
+    """A layer as SGLang made it, which is what its loader fills. Its tensors are on the meta device."""
+
+    name: str
+    attributes: Sequence[Mapping[str, Any]]
+    """Those of the layer itself, besides tensors, and of the objects that process it."""
+    parameters: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+
+
+def keep_formats(
+    model: nn.Module,
+    model_config: Any,  # noqa: ANN401 - SGLang's, as the two below
+    load_config: Any,  # noqa: ANN401
+    quant_config: Any = None,  # noqa: ANN401
+) -> None:
+    """Keep what the loader of a quantized ``model`` fills. SGLang calls this when it has made a model, before it loads."""
+    if quant_config is None:
+        return
+    try:
+        for name, layer in model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if method is not None and type(method).__module__ != _UNQUANTIZED:
+                tensors = [{key: _on_meta(tensor) for key, tensor in held.items()} for held in (layer._parameters, layer._buffers)]
+                made = _AsMade(name, [dict(table) for table in _tables(layer)], *tensors)
+                setattr(layer, _FORMAT, made)
+    except Exception:  # noqa: BLE001 - logged; SGLang serves without updates
+        _log.exception("weightsync: cannot keep how SGLang made this quantized model")
+
+
+def _tables(layer: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of ``layer``, and of the objects that process it."""
+    return [vars(layer), *(vars(value) for key in ("quant_method", "scheme") if (value := getattr(layer, key, None)) is not None)]
+
+
+def _on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    made: Any = torch.empty_like(tensor.detach(), device="meta")
+    made.__class__, made.__dict__ = tensor.__class__, dict(vars(tensor))
+    return made  # type: ignore[no-any-return]
+
+
+def why_not(runner: Any, arguments: Any) -> str | None:  # noqa: ANN401 - SGLang's
+    """Return the reason on one line why this quantized model cannot be updated, as far as settings tell; ``None`` if none does."""
+    method = runner.model_config.quantization
+    if method not in _METHODS:
+        return f"the model is quantized ({method}): only {' and '.join(_METHODS)} are supported. Serve a checkpoint in FP8 blocks"
+    if getattr(runner.model_config.hf_config, "quantization_config", None) is None:
+        return f"--quantization is {method!r}: SGLang quantizes on loading. Serve a checkpoint that is quantized, or none that is"
+    if arguments.enable_lora:
+        return f"--enable-lora with a quantized model ({method}) was not tested. Serve it without LoRA"
+    if not any(hasattr(layer, _FORMAT) for layer in runner.model.modules()):
+        return f"the model is quantized ({method}), and SGLang made it without the plugin of weightsync"
+    return None
+
+
+def scales_of_cache(manifest: Manifest) -> str | None:
+    """Return the reason on one line why the scales of cached keys and values, if there are some, cannot be updated."""
+    scales = [spec.name for spec in manifest if spec.name.rpartition(".")[2] in _SCALES_OF_CACHE]
+    return f"SGLang keeps {few(scales, 3)} as numbers, also in CUDA graphs: serve a checkpoint without them" if scales else None
+
+
+@contextmanager
+def format_to_load(model: nn.Module) -> Iterator[None]:
+    """Give the quantized layers of ``model`` the parameters that its loader expects, on the meta device.
+
+    Raises:
+        LoadError: SGLang computed something else from weights meanwhile than parameters and buffers.
+    """
+    layers = [layer for layer in model.modules() if hasattr(layer, _FORMAT)]
+    tables: list[Any] = [table for layer in layers for table in (layer._parameters, layer._buffers, *_tables(layer))]
+    unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
+    engine = [_values(layer) for layer in layers]
+    try:
+        with restored([vars(model), *tables]):
+            vars(model).pop("_cached_params_dict", None)  # some loaders keep the parameters that they first saw
+            for layer in layers:
+                made: _AsMade = getattr(layer, _FORMAT)
+                for own, values in zip(_tables(layer), made.attributes, strict=True):
+                    own.update({key: value for key, value in values.items() if key not in _PLAIN})
+                layer._parameters, layer._buffers = dict(made.parameters), dict(made.buffers)
+            before = [_values(layer) for layer in layers]
+            yield
+            for layer, first, held in zip(layers, before, engine, strict=True):
+                for key, value in _values(layer).items():
+                    if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key))):
+                        name = f"{getattr(layer, _FORMAT).name}.{key}"
+                        raise LoadError(f"SGLang computes {name} from weights, which direct delivery would not update")
+    finally:
+        for layer, names in zip(layers, unsaved, strict=True):
+            layer._non_persistent_buffers_set = names
+
+
+def _values(layer: nn.Module) -> dict[str, Any]:
+    """Return tensors and plain values at ``layer`` besides its parameters and buffers, some of which processing may compute."""
+    tables = dict(zip(("", "method.", "scheme."), _tables(layer), strict=False))
+    tables |= {f"{key}.": vars(tensor) for key, tensor in tensors_of(layer).items() if tensor is not None}
+    kinds = (torch.Tensor, bool, int, float, str)
+    return {
+        prefix + key: value
+        for prefix, table in tables.items()
+        for key, value in table.items()
+        if isinstance(value, kinds) and key not in _PLAIN
+    }
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return (first.shape, first.dtype) == (second.shape, second.dtype) and torch.equal(bits_of(first), bits_of(second))
+    return type(first) is type(second) and not isinstance(first, torch.Tensor) and first == second
+
+
+def process(runner: Any, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - SGLang's
+    """Process ``layers`` as SGLang does after it loaded them, from what is in ``tensors``, into the memory that they have.
+
+    Raises:
+        LoadError: A parameter that a layer is processed from is not among ``tensors``, or the result has another form.
+    """
+    with _dtype_of(runner):
+        for name in layers:
+            process_layers(runner.model, [name], format_to_load, given(tensors))
+
+
+def reload(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]], layers: Collection[str]) -> None:  # noqa: ANN401 - SGLang's
+    """Load some whole ``layers`` as SGLang does at its start: into new parameters, which it processes. They replace no others.
+
+    SGLang's own updates process all layers again, and load into what it processed the first time.
+
+    Raises:
+        LoadError: The loader left tensors, or computes something from weights besides parameters and buffers.
+        Exception: The loader raised it.
+    """
+    model = runner.model
+    device = next(model.parameters()).device
+    plain = [layer for name in layers if not hasattr(layer := model.get_submodule(name), _FORMAT)]
+
+    def load() -> None:
+        for layer in plain:
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "restore_weights_before_loading"):
+                method.restore_weights_before_loading(layer)
+        left = iter(tensors)
+        model.load_weights(left)
+        if (untaken := next(left, None)) is not None:
+            raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+
+    with torch.no_grad(), _dtype_of(runner), restored([vars(model)]):
+        vars(model).pop("_cached_params_dict", None)
+        process_layers(model, layers, format_to_load, lambda name, wanted: torch.empty_like(wanted, device=device), load=load)
+
+
+def _dtype_of(runner: Any) -> Any:  # noqa: ANN401 - SGLang's
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    return set_default_torch_dtype(runner.model_config.dtype)

@@ -138,6 +138,9 @@ class Worker:
             wrong.append("norm")
         return wrong
 
+    def load(self, tensors, *_):
+        self.model.load_weights(tensors)
+
     def train(self, seed, names=""):
         """Give all parameters with ``names`` the same new values on every rank."""
         generator = torch.Generator().manual_seed(seed)
@@ -171,7 +174,7 @@ class Worker:
         checkpoint = checkpoint_of(self.config.model_config.model, None, self.config.model_config.hf_config)
         experts = MovingExperts(self.model, self.state)
         # vLLM's CPU build would pack other weights after loading them, so the trial runs its loader alone.
-        trial = partial(find_direct, self.model, checkpoint.manifest, self.model.load_weights, torch.device("cpu"), self.ranks)
+        trial = partial(find_direct, self.model, checkpoint.manifest, self.load, torch.device("cpu"), self.ranks)
         direct = trial(to_load=experts.all_here, moving=experts)
         assert not isinstance(direct, str), direct
         self.adapter = Adapter(checkpoint, None, direct, torch.device("cpu"), experts=experts)

@@ -37,6 +37,7 @@ class VllmWorkerAdapter(StagedAdapter):
     """
 
     name = "vllm"
+    loads_some = True
     pauses_twice = True  # any client of the server can call vLLM's /resume
 
     def __init__(

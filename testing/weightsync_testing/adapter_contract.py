@@ -17,7 +17,7 @@ Each test uses a real trainer, a real coordinator on loopback and the adapter, i
 # ruff: noqa: D102 (the name of a test describes it)
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, get_args
 
@@ -46,7 +46,7 @@ class _Faulty(EngineAdapter):
         self.inner, self.fault, self.stopped = inner, "", False
         self.name, self.no_shards = inner.name, inner.no_shards
         self.loads_late, self.pauses_twice, self.repacks = inner.loads_late, inner.pauses_twice, inner.repacks
-        self.sleeps, self.can_load = inner.sleeps, inner.can_load
+        self.sleeps, self.can_load, self.loads_some = inner.sleeps, inner.can_load, inner.loads_some
 
     def _maybe(self, where: str) -> None:
         if self.fault == where:
@@ -74,6 +74,9 @@ class _Faulty(EngineAdapter):
     def wake_weights(self) -> None:
         self._maybe("wake_weights")
         self.inner.wake_weights()
+
+    def keep(self, names: Collection[str]) -> None:
+        self.inner.keep(names)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         given = list(tensors)

@@ -362,6 +362,8 @@ class EngineRole(SessionFront):
             if again is None or self.adapter.outdated or not np.array_equal(again[0], filler.layout.tensor):
                 raise StaleSource(f"the parameters of {self.session.member} cannot be read now")
             held = again[1]
+        elif self.session.shards("follow") is not None:
+            raise StaleSource(f"the parameters of {self.session.member} cannot be read again: others may have changed them")
         staged, digests = filler.stage(body, held, deadline)
         self.session.check_abort()  # an abort that came before did not reach it
         self._staged = staged

@@ -83,6 +83,7 @@ class Readers:
         Readers of one transport that combine are used as one. Called again, it prepares the same connections for other tables.
         """
         self._by_transport = {}
+        self._read = {reader: read for reader, read in self._read.items() if reader in self._connections}  # not combined ones
         for index, (source, groups) in enumerate(zip(sources, tables, strict=True)):
             if index == len(self._opened):
                 self._opened.append(self.open(source, device, deadline))

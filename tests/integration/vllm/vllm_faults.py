@@ -47,6 +47,11 @@ class Faults:
 
         model.load_weights = noting
 
+    def scribble(self) -> None:
+        """Change a parameter as somebody else in this process would."""
+        with torch.no_grad():
+            next(self.model_runner.get_model().model.layers[0].parameters()).add_(1)
+
     def noted_loads(self) -> list[str]:
         """Return what was noted, and begin anew."""
         noted, self.noted = self.noted, []

@@ -14,15 +14,15 @@ from tests.integration.vllm.vllm_rounds import build, expected, joined, offline
 
 import weightsync
 from weightsync.config import ServerSettings
-from weightsync.errors import RoundFailed
 from weightsync.server.server import BackgroundServer
 
 STEPS = [
     [], ["model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"], ["model.embed_tokens.weight"], [],
     ["model.layers.0.mlp.gate_proj.weight"], ["model.layers.1.input_layernorm.weight"], ["model.layers.0.self_attn.v_proj.weight"],
+    ["model.layers.1.mlp.up_proj.weight"],
 ]  # fmt: skip
-ALL, FAILING = 0, 4
-"""The step in which every tensor changes, and the one whose load fails."""
+ALL, FAILING, SCRIBBLED = 0, 4, 7
+"""The step in which every tensor changes, the one whose load fails in a worker at first, and the one before which others write."""
 
 
 def play(directory: str, ranks: int) -> list[dict[str, Any]]:
@@ -46,11 +46,8 @@ def play(directory: str, ranks: int) -> list[dict[str, Any]]:
                         parameters[name].mul_(torch.linspace(0.5, 1.6, parameters[name].shape[-1]).bfloat16())
                 if step == FAILING:
                     vllm.fail_next_load()
-                    try:
-                        trainer.publish(step + 1, timeout=60)
-                    except RoundFailed as error:
-                        seen.append({"failed": str(error)})
-                    continue
+                elif step == SCRIBBLED:
+                    ask("scribble")
                 [replica] = trainer.publish(step + 1, timeout=60).replicas
                 loaded = ask("noted_loads")
                 answers = vllm.generate()[0]

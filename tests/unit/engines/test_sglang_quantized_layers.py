@@ -17,6 +17,8 @@ from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.model import Manifest, TensorSpec
 
 NAMES = ("first", "second")
+POSITIVE = 9
+"""The seed of weights that are all positive."""
 MANIFEST = Manifest(
     [
         TensorSpec(f"{name}.{part}", shape, dtype)
@@ -26,11 +28,22 @@ MANIFEST = Manifest(
 )
 
 
+class Kernel:
+    """What a method computes with."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+
+Kernel.__module__ = "sglang.kernels"
+
+
 class Method:
     """Transposes the weight and doubles it, once: it remembers that it did, as SGLang's methods do."""
 
     def __init__(self, trick: str) -> None:
         self.trick, self.done, self.calls = trick, False, 0
+        self.kernel: Any = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         assert not self.done
@@ -42,6 +55,17 @@ class Method:
             layer.weight.largest = float(layer.scale.max())
         elif self.trick == "derived by the method":
             self.calls = int(layer.scale.abs().max() * 1000)
+        elif self.trick == "in an object":
+            self.kernel = Kernel(layer.scale * 2)
+        elif self.trick == "in a tuple":
+            layer.given = (layer.weight, layer.scale * 2)  # the first is the parameter itself
+        elif self.trick == "in a partial call":
+            self.kernel = partial(torch.mul, layer.scale * 2)
+        elif self.trick == "in a closure":
+            scale = layer.scale * 2
+            self.kernel = lambda given: given * scale
+        elif self.trick == "only for some weights" and torch.all(layer.scale > 0):
+            layer.weight.largest = layer.scale.max()
 
 
 class Model(nn.Module):
@@ -76,7 +100,8 @@ def served(trick: str = "", seed: int = 1) -> Model:
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in MANIFEST}
+    made = {spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in MANIFEST}
+    return {name: tensor.abs() for name, tensor in made.items()} if seed == POSITIVE else made
 
 
 def direct_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> DirectShards | str:
@@ -112,17 +137,42 @@ def test_updates_have_the_bits_of_a_new_model_that_loads_them(monkeypatch: pytes
     [
         ("derived tensor", "first.largest"),
         ("derived number", "first.weight.largest"),
-        ("derived by the method", "first.method.calls"),
+        ("derived by the method", "first.quant_method.calls"),
+        ("in an object", "first.quant_method.kernel.scale"),
+        ("in a tuple", "first.given.1"),
+        ("in a partial call", "first.quant_method.kernel.1"),
+        ("in a closure", "first.quant_method.kernel.scale"),
+        ("only for some weights", "first.weight.largest"),
     ],
 )
 def test_what_processing_keeps_besides_tensors_is_named_and_nothing_has_changed(
     monkeypatch: pytest.MonkeyPatch, trick: str, name: str
 ) -> None:
-    model = served(trick)
+    model = served(trick) if trick != "only for some weights" else served(trick, seed=POSITIVE)
     before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
     reason = direct_of(model, monkeypatch)
     assert f"SGLang computes {name} from weights, which direct delivery would not update" in str(reason)
     assert all(tensor is before[name][0] and torch.equal(tensor, before[name][1]) for name, tensor in model.named_parameters())
+
+
+def test_what_is_processed_once_is_processed_in_the_trial_and_in_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark at the layer made the trial, and each update, skip what the start had done."""
+
+    def process(method: Method, layer: Any) -> None:
+        if not getattr(layer, "is_converted", False):
+            layer.weight.data.neg_()
+            layer.is_converted = True
+
+    monkeypatch.setattr(Method, "process_weights_after_loading", process)
+    model = served()
+    direct = direct_of(model, monkeypatch)
+    assert isinstance(direct, DirectShards) and direct.steps is not None
+    for seed in (2, 3):
+        given = weights(seed)
+        for shard in direct.now():
+            shard.tensor.copy_(given[shard.name][shard.box.slices])
+        direct.process()
+        assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in served(seed=seed).named_parameters())
 
 
 def test_scales_of_cached_keys_and_values_are_named() -> None:

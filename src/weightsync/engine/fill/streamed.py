@@ -150,8 +150,11 @@ class StagedTensors:
 
     def __init__(self, filler: StreamedFiller, body: Stage, changed: Bools, held: UInt64) -> None:
         self._filler, self.base, self.number, self.changed, self.held = filler, body.base, body.number, changed, held
-        specs = [filler.manifest[tensor] for tensor in filler.layout.tensor[changed].tolist()]
-        self.names, self.nbytes = {spec.name for spec in specs}, sum(spec.nbytes for spec in specs)
+        specs = [filler.manifest[tensor] for tensor in filler.layout.tensor.tolist()]
+        self.names = {spec.name for spec, new in zip(specs, changed, strict=True) if new}
+        self.sizes = np.array([spec.nbytes for spec in specs], np.int64) * changed
+        """Bytes that each row brings."""
+        self.nbytes = int(self.sizes.sum())
 
     def is_for(self, number: int, filler: object) -> bool:
         """Whether this leads to version ``number``, through the buckets of ``filler``."""
@@ -236,11 +239,12 @@ class StreamedFiller(PlanFiller):
         if some is not None:
             self._context.engine.keep([spec.name for spec in self.manifest if spec.name not in some.names])
         self._reading.begin(version, deadline)
+        sizes = self._group_bytes if some is None else [int(some.sizes[first:end].sum()) for first, end in self._groups]
         done = 0
 
         def loaded(bucket: int) -> None:
             nonlocal done
-            done += self._group_bytes[bucket]
+            done += sizes[bucket]
             self._report(done)
 
         receive_seconds, load_seconds = self._pipeline.run(loaded, deadline)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ _UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
 _METHODS = ("fp8", "compressed-tensors")
 _SCALES_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
 _PLAIN = frozenset(vars(nn.Module()))
+_DEEP = 4  # objects, or containers, within each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +33,8 @@ class _AsMade:
     """A layer as SGLang made it, which is what its loader fills. Its tensors are on the meta device."""
 
     name: str
-    attributes: Sequence[Mapping[str, Any]]
-    """Those of the layer itself, besides tensors, and of the objects that process it."""
+    attributes: Mapping[str, Mapping[str, Any]]
+    """Those of the layer itself, besides tensors, and of the objects that process it, see :func:`_tables`."""
     parameters: Mapping[str, Any]
     buffers: Mapping[str, Any]
 
@@ -50,15 +53,24 @@ def keep_formats(
             method = getattr(layer, "quant_method", None)
             if method is not None and type(method).__module__ != _UNQUANTIZED:
                 tensors = [{key: _on_meta(tensor) for key, tensor in held.items()} for held in (layer._parameters, layer._buffers)]
-                made = _AsMade(name, [dict(table) for table in _tables(layer)], *tensors)
+                made = _AsMade(name, {prefix: dict(table) for prefix, table in _tables(layer).items()}, *tensors)
                 setattr(layer, _FORMAT, made)
     except Exception:  # noqa: BLE001 - logged; SGLang serves without updates
         _log.exception("weightsync: cannot keep how SGLang made this quantized model")
 
 
-def _tables(layer: nn.Module) -> list[dict[str, Any]]:
-    """Return the attributes of ``layer``, and of the objects that process it."""
-    return [vars(layer), *(vars(value) for key in ("quant_method", "scheme") if (value := getattr(layer, key, None)) is not None)]
+def _tables(layer: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of ``layer``, of the objects that process it, and of SGLang's objects in these, by their paths."""
+    tables = {"": vars(layer)}
+    left = [(f"{key}.", getattr(layer, key, None), _DEEP) for key in ("quant_method", "scheme")]
+    for prefix, owner, depth in left:  # which grows
+        held, ours = getattr(owner, "__dict__", None), depth == _DEEP or type(owner).__module__.startswith("sglang.")
+        if not (depth and ours and isinstance(held, dict)) or isinstance(owner, nn.Module | type):
+            continue
+        if all(held is not table for table in tables.values()):
+            tables[prefix] = held
+            left += [(f"{prefix}{key}.", value, depth - 1) for key, value in held.items()]
+    return tables
 
 
 def _on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -97,7 +109,7 @@ def format_to_load(model: nn.Module) -> Iterator[None]:
         LoadError: SGLang computed something else from weights meanwhile than parameters and buffers.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, _FORMAT)]
-    tables: list[Any] = [table for layer in layers for table in (layer._parameters, layer._buffers, *_tables(layer))]
+    tables: list[Any] = [table for layer in layers for table in (layer._parameters, layer._buffers, *_tables(layer).values())]
     unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     engine = [_values(layer) for layer in layers]
     try:
@@ -105,32 +117,58 @@ def format_to_load(model: nn.Module) -> Iterator[None]:
             vars(model).pop("_cached_params_dict", None)  # some loaders keep the parameters that they first saw
             for layer in layers:
                 made: _AsMade = getattr(layer, _FORMAT)
-                for own, values in zip(_tables(layer), made.attributes, strict=True):
-                    own.update({key: value for key, value in values.items() if key not in _PLAIN})
+                for prefix, own in _tables(layer).items():
+                    if (values := made.attributes.get(prefix)) is not None:  # otherwise what holds it is removed
+                        for key in own.keys() - values.keys() - _PLAIN - {_FORMAT}:  # processing begins as it did the first time
+                            del own[key]
+                        own.update({key: value for key, value in values.items() if key not in _PLAIN})
                 layer._parameters, layer._buffers = dict(made.parameters), dict(made.buffers)
             before = [_values(layer) for layer in layers]
             yield
             for layer, first, held in zip(layers, before, engine, strict=True):
-                for key, value in _values(layer).items():
-                    if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key))):
-                        name = f"{getattr(layer, _FORMAT).name}.{key}"
-                        raise LoadError(f"SGLang computes {name} from weights, which direct delivery would not update")
+                now = _values(layer)
+                gone = [key for key, value in held.items() if isinstance(value, torch.Tensor) and key not in now]
+                others = (
+                    key for key, value in now.items()
+                    if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key)))
+                )  # fmt: skip
+                if (wrong := next(others, gone[0] if gone else None)) is not None:
+                    name = f"{getattr(layer, _FORMAT).name}.{wrong}"
+                    raise LoadError(f"SGLang computes {name} from weights, which direct delivery would not update")
     finally:
         for layer, names in zip(layers, unsaved, strict=True):
             layer._non_persistent_buffers_set = names
 
 
 def _values(layer: nn.Module) -> dict[str, Any]:
-    """Return tensors and plain values at ``layer`` besides its parameters and buffers, some of which processing may compute."""
-    tables = dict(zip(("", "method.", "scheme."), _tables(layer), strict=False))
-    tables |= {f"{key}.": vars(tensor) for key, tensor in tensors_of(layer).items() if tensor is not None}
-    kinds = (torch.Tensor, bool, int, float, str)
+    """Return tensors and plain values at ``layer``, some of which processing may compute, besides the memory of its parameters."""
+    tensors = {key: tensor for key, tensor in tensors_of(layer).items() if tensor is not None}
+    memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if not tensor.is_meta} - {0}
     return {
-        prefix + key: value
-        for prefix, table in tables.items()
+        name: leaf
+        for prefix, table in (_tables(layer) | {f"{key}.": vars(tensor) for key, tensor in tensors.items()}).items()
         for key, value in table.items()
-        if isinstance(value, kinds) and key not in _PLAIN
+        if key not in _PLAIN and key != _FORMAT
+        for name, leaf in _leaves(prefix + key, value, _DEEP)
+        if not (isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in memories)
     }
+
+
+def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - SGLang's
+    """Yield tensors and plain values in ``value``: also those in containers, partial calls and closures."""
+    inside: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, torch.Tensor | bool | int | float | str):
+        yield name, value
+    elif isinstance(value, tuple | list):
+        inside = enumerate(value)
+    elif isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, partial):
+        inside = enumerate((value.func, *value.args, *value.keywords.values()))
+    elif (closure := getattr(value, "__closure__", None)) is not None:
+        inside = inspect.getclosurevars(value).nonlocals.items() if closure else ()
+    for key, part in inside if depth else ():
+        yield from _leaves(f"{name}.{key}", part, depth - 1)
 
 
 def _same(first: object, second: object) -> bool:

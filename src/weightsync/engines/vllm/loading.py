@@ -21,6 +21,8 @@ ModelConfig: TypeAlias = Any
 
 _unfilled: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
 """The layers of a model that a whole checkpoint does not fill (they are padded), and how many elements they get."""
+_written: WeakKeyDictionary[torch.nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
+"""Marks of a model's parameters after :func:`install` wrote them."""
 
 
 def install(
@@ -85,6 +87,17 @@ def _reload(
         method = getattr(layer, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(layer)
+    _written[model] = _marks(model)
+
+
+def untouched(model: torch.nn.Module) -> bool:
+    """Whether nothing but :func:`install` has written or replaced parameters of ``model`` since then, as far as torch counts."""
+    return _written.get(model) == _marks(model)
+
+
+def _marks(model: torch.nn.Module) -> list[tuple[int, int]]:
+    held = (parameter.detach() for parameter in model.parameters())
+    return [(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in held]
 
 
 def _waiting(model: torch.nn.Module) -> dict[str, int]:

@@ -21,7 +21,7 @@ from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, LoraControls
 from weightsync.engines.vllm.direct import direct_shards
 from weightsync.engines.vllm.experts import MovingExperts, follow_balancing
-from weightsync.engines.vllm.loading import install, install_some, load_in_sessions, without_lora_layers
+from weightsync.engines.vllm.loading import install, install_some, load_in_sessions, untouched, without_lora_layers
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.loras import WorkerLoras
 from weightsync.engines.vllm.patches import add_install_method
@@ -262,11 +262,20 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         adapter = self._joined()
         draft = self.model is not getattr(self, "_default_model", self.model)  # vLLM selected it at the start of the session
         with without_lora_layers(self.model):
-            if adapter.kept and not adapter.has_draft and not adapter.sleeps:
-                install_some(self.model, self.model_config, adapter.staged(changed=True), as_whole=True)
-            else:  # a draft model has another loader, and an engine that sleeps may have lost its weights
+            # A draft model has another loader, and an engine that sleeps may have lost its weights.
+            some = adapter.kept and not adapter.has_draft and not adapter.sleeps and untouched(self.model)
+            if not (some and self._installed_some(adapter)):
                 install(self.model, self.model_config, adapter.staged(draft=draft))
         adapter.loaded(draft=draft)
+
+    def _installed_some(self, adapter: VllmWorkerAdapter) -> bool:
+        """Load the blocks in which tensors changed. Return whether vLLM's loader took them: it can get all tensors instead."""
+        try:
+            install_some(self.model, self.model_config, adapter.staged(changed=True), as_whole=True)
+        except Exception:  # noqa: BLE001 - logged, and all tensors are loaded
+            _log.exception("weightsync: vLLM's loader did not take the blocks that changed; it gets all tensors")
+            return False
+        return True
 
     def finish_weight_update(self) -> None:
         """End the update. The model is complete since :meth:`receive_weights`.

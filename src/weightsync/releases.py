@@ -85,6 +85,7 @@ RELEASES = {
             "vllm.model_executor.model_loader.reload.layerwise": _LAYERWISE,
         },
         BALANCING: {
+            # drain_async is not called, but does in one step what is done here in several.
             "vllm.distributed.eplb.eplb_state:EplbState": "step rearrange drain_async _all_ranks_result_ready "
             "build_initial_global_physical_to_logical_map",
             "vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager": "map_global_to_local",

@@ -331,7 +331,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     """
     replica.require_complete()
     await wait_for_background(replica, deadline)
-    await held(engines, deadline)
+    await held(engines, context.deadline)  # to the end of the round: steps of it begin their own attempts
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 

@@ -26,7 +26,7 @@ from weightsync.engine.session import EngineSession, State
 from weightsync.engine.session_front import SessionFront
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, StaleSource, VerificationError, few
 from weightsync.gc_pause import gc_paused
-from weightsync.model import Layout, Manifest, Version, fold
+from weightsync.model import Box, Layout, Manifest, Version, fold
 from weightsync.planning.coverage import Coverage
 from weightsync.protocol.lora_messages import DropLora, PrepareLora, RegisterLora, StageLora
 from weightsync.protocol.messages import (
@@ -162,7 +162,10 @@ class EngineRole(SessionFront):
         if device.type == "cpu" and (self._memory is None or self._memory.addresses != addresses):
             check_writable(self.manifest, layout, addresses)
         views = Views([shard.tensor for shard in shards])
-        return ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views)
+        return ParameterMemory(layout, addresses, device if device.type == "cuda" else None, views, self._parts(shards))
+
+    def _parts(self, shards: Sequence[Shard]) -> Sequence[tuple[str, Box]]:
+        return [(shard.name, shard.box) for shard in shards] if self.adapter.moves else ()
 
     def _staging_device(self) -> torch.device | None:
         """The CUDA device where buckets for the engine's loader belong, if bytes can come straight to it."""
@@ -502,6 +505,8 @@ class EngineRole(SessionFront):
             return False
         if held is not None and shards is held and self.adapter.follows:
             return True
+        if self._parts(shards) != self._memory.parts:
+            return False
         tensors, views = [shard.tensor for shard in shards], self._memory.views
         return views.are_of(tensors) if held is None else views.are_at(tensors)
 

@@ -27,6 +27,8 @@ class ParameterMemory:
     device: torch.device | None
     """``None`` for host memory."""
     views: Views
+    parts: Sequence[tuple[str, Box]] = ()
+    """Name and box of each, of parameters whose memory may get others: the addresses alone do not tell."""
 
 
 class ReadBack:

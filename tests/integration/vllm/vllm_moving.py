@@ -181,6 +181,10 @@ class Worker:
         self.adapter.sleeps = False
         return weightsync.Engine(self.adapter, "vllm", url, token=token, rank=self.rank, world_size=self.ranks, delivery="direct")
 
+    @property
+    def discards(self):
+        return self.state.is_async and self.balanced.rebalanced and self.adapter._experts.hold._discards
+
     def step(self):
         """Count a step. In the background a layer is ready first, if one is copied."""
         if self.state.is_async and self.balanced.rebalanced:
@@ -224,6 +228,8 @@ def run(worker, url, token, trainer):
             worker.train(number)
             publish(number)
             moves = worker.adapter._experts.hold.moves
+            while worker.discards:  # one layer in each step
+                assert not worker.step(), "what was copied before the round is in use"
             # One step rebalances; in the background one begins, and each of the next takes one of two layers, so that every
             # other round finds a layer that was copied and not taken.
             for _ in range(2 + number % 2):

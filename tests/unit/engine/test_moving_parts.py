@@ -23,7 +23,7 @@ class Exchanging(Watched):
     """Holds the rows of its matrix in two parts, which change places."""
 
     moves = True
-    changed = stirred = False
+    changed = stirred = by_address = False
 
     def hold_parameters(self, seconds: float) -> None:
         self.said.append("hold")
@@ -31,10 +31,11 @@ class Exchanging(Watched):
     def shards(self) -> list[Shard]:
         weight = dict(self.module.named_parameters())["weight"].detach()
         first, second = (2, 0) if self.changed else (0, 2)
-        return [
+        parts = [
             shard("weight", weight[first : first + 2], (4, 6), (0, 0)),
             shard("weight", weight[second : second + 2], (4, 6), (2, 0)),
         ]
+        return sorted(parts, key=lambda part: part.tensor.data_ptr()) if self.by_address else parts
 
     @property
     def outdated(self) -> bool:
@@ -47,11 +48,14 @@ class Exchanging(Watched):
         self.changed = not self.changed
 
 
-@pytest.fixture
-def stage() -> Iterator[Stage]:
+@pytest.fixture(params=["by row", "by address"])
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """With parts in the order of their addresses, these are the same whatever the parts hold."""
     with ExitStack() as owned:
         owned.callback(failpoints.install, lambda name: None)
-        yield Stage(Exchanging(nn.Linear(6, 4, bias=False)), owned)
+        adapter = Exchanging(nn.Linear(6, 4, bias=False))
+        adapter.by_address = request.param == "by address"
+        yield Stage(adapter, owned)
 
 
 def prepare(stage: Stage) -> None:

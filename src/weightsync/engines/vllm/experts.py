@@ -36,7 +36,7 @@ class BalancingHold:
         self._state = state
         self._step = threading.Lock()
         self._until = 0.0
-        self._discards = self._draining = False
+        self._discards = False
         """What was copied in the background before a round is to be discarded: it would replace new weights by old ones."""
         self.moves = 0
         """Counted up before experts may move. Any thread may read it."""
@@ -84,16 +84,19 @@ class BalancingHold:
         return own(self._state, is_profile, *args, **kwargs)
 
     def ready(self, own: Any, model: Any) -> bool:  # noqa: ANN401 - vLLM's
-        """Let vLLM take a layer that was copied in the background, unless a rank is held: then discard all of them."""
-        if not self._draining and _any_rank(self._holds or self._discards):
-            self._draining = True
-            try:
-                self._state.drain_async()
-            finally:
-                self._draining = False
-            self._discards = False
-            return False
+        """Let vLLM take a layer that was copied in the background, unless a rank is held: then discard it, and those after it.
+
+        As ``EplbState.drain_async`` does, but one layer in a step. To wait for all may take long, or for ever if the thread died.
+        """
+        discards = self._discards = _any_rank(self._holds or self._discards)  # until no layer is left
         ready = bool(own(self._state, model))
+        if ready and discards:
+            result, model.pending_result = model.pending_result, None
+            if result.layer_idx == model.model.num_moe_layers - 1:
+                model.rebalanced = False
+                self._discards = any(each.rebalanced for each in self._state.model_states.values())
+            result.consumed_event.record()
+            return False
         self.moves += ready
         return ready
 

@@ -134,10 +134,16 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if experts is not None:
             if delivery == "streamed":
                 refuse_balancing(parallel)
+            if self.model_config.enable_sleep_mode:
+                raise ConfigurationError("--enable-eplb with --enable-sleep-mode: vLLM's map of experts does not outlast a sleep")
             delivery = "direct"
         ranks = parallel.world_size_across_dp
         trial = partial(direct_shards, self.vllm_config, self.model, self.device, checkpoint, ranks, experts)
-        direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
+        try:
+            direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")
+        finally:
+            if experts is not None:  # in the background vLLM may have copied the trial's random bits
+                experts.hold.discard()
         with ExitStack() as owned:
             controls = controls_at(init_info.control) if rank == 0 else None
             # Their names are known in the owner's process.

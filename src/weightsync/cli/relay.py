@@ -50,7 +50,7 @@ def relay(
     from msgspec import structs
 
     from weightsync.config import ClientSettings, ServerSettings, variable
-    from weightsync.errors import ConfigurationError
+    from weightsync.errors import ConfigurationError, CoordinatorUnreachable
     from weightsync.server.server import BackgroundServer
     from weightsync.trainer.relay import Relay
 
@@ -74,6 +74,11 @@ def relay(
                 opened.store, opened.run, opened.public, url, token=secret, deltas=deltas, interval=seconds, timeout=timeout
             )
             owned.enter_context(relay).follow(once=once)
+    except CoordinatorUnreachable as error:
+        if coordinator or not variable("WEIGHTSYNC_COORDINATOR"):
+            raise
+        unset = "WEIGHTSYNC_COORDINATOR is set, so this relay starts no coordinator; unset it to have one here"
+        raise CoordinatorUnreachable(f"{error}. {unset}") from None
     except KeyboardInterrupt:
         typer.echo("relay stopped")
         if once:

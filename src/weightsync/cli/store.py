@@ -11,7 +11,7 @@ import typer
 
 from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import Json, setting
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError, StaleSource, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.store.objects import ObjectStore
@@ -41,13 +41,16 @@ PublicKey = Annotated[str | None, setting("STORE_PUBLIC_KEY", _PUBLIC, "the key 
 _Version = Annotated[str | None, typer.Argument(metavar="VERSION", help="`7`, or `RUN@7` [default: the newest].")]
 _Timeout = Annotated[float, typer.Option(help="Seconds for everything.")]
 _DAY = 86400.0
+_GIVE = "give --key or WEIGHTSYNC_STORE_PUBLIC_KEY, as `weightsync store key` prints it at the coordinator"
+_GO_THERE = "run this as the coordinator's user, with its WEIGHTSYNC_STATE_DIR"
 
 
 class OpenedStore:
     """A store, a run in it, and the run's public key."""
 
-    def __init__(self, where: str | None, run: str | None, key: str | None) -> None:
+    def __init__(self, where: str | None, run: str | None, key: str | None, advice: str = _GIVE) -> None:
         from weightsync.config import ClientSettings
+        from weightsync.store.catalog import why_empty
         from weightsync.store.objects import ObjectStore
 
         if (where := where or ClientSettings.load().store) is None:
@@ -55,20 +58,20 @@ class OpenedStore:
         self.store: ObjectStore = ObjectStore(where)
         runs = (run,) if run else self.store.folders()
         if len(runs) != 1:
-            known = f"{len(runs)} runs: name one with --run ({', '.join(runs)})" if runs else "no versions: is it the trainer's?"
-            raise ConfigurationError(f"the store {where} has {known}")
+            several = f"the store {where} has {len(runs)} runs: name one with --run ({', '.join(runs)})"
+            raise ConfigurationError(several if runs else why_empty(self.store, None))
         self.run = runs[0]
-        self.public, self.public_text = _public_key(self.run, key)
+        self.public, self.public_text = _public_key(self.run, key, advice)
 
     def order(self, version: str | None) -> tuple[int, int]:
         """Epoch and number of a version, by default of the newest. Raises :class:`ConfigurationError` if there is none."""
         from weightsync.model import parse_label
-        from weightsync.store.catalog import orders
+        from weightsync.store.catalog import orders, why_empty
 
         if version is None:
             listed = orders(self.store, self.run)
             if not listed:
-                raise ConfigurationError(f"the store {self.store.url} has no version of run {self.run}")
+                raise ConfigurationError(why_empty(self.store, self.run))
             return listed[-1]
         parsed = parse_label(version)
         if parsed is None or parsed[0] not in (None, self.run):
@@ -77,23 +80,26 @@ class OpenedStore:
 
     def load(self, order: tuple[int, int]) -> StoredVersion:
         """See :func:`weightsync.store.catalog.load`."""
+        from weightsync.model import label_of
         from weightsync.store.catalog import load
 
-        return load(self.store, self.run, order, self.public)
+        try:
+            return load(self.store, self.run, order, self.public)
+        except StaleSource:
+            name = label_of(self.run, *order)
+            raise StaleSource(f"there is no version {name} in {self.store.url}; `weightsync store ls` lists them") from None
 
 
-def _public_key(run: str, key: str | None) -> tuple[bytes, str]:
+def _public_key(run: str, key: str | None, advice: str) -> tuple[bytes, str]:
     from weightsync.config import ServerSettings, variable
     from weightsync.server.store_key import kept_key
     from weightsync.store.signing import public_key
 
     if text := key or variable("WEIGHTSYNC_STORE_PUBLIC_KEY"):
         return public_key(text), text
-    if kept := kept_key(ServerSettings.load(), run):
+    if kept := kept_key(settings := ServerSettings.load(), run):
         return kept.public, kept.public_text
-    raise ConfigurationError(
-        f"the public key of run {run} is not known here: give --key, as `weightsync store key` prints it at the coordinator"
-    )
+    raise ConfigurationError(f"no key of run {run} is in the state folder ({settings.state_dir}): {advice}")
 
 
 def _row(opened: OpenedStore, order: tuple[int, int]) -> dict[str, Any]:
@@ -170,7 +176,7 @@ def show_version(
     rows = ((number, item.kind, size(item.nbytes), item.path) for number, item in objects)
     show(
         described | {"object_list": listed},
-        lambda _: titled_table(f"{stored.version} {stored.version.digest}", ("rank", "kind", "bytes", "~object"), rows),
+        lambda _: titled_table(f"{stored.version}, digest {stored.version.digest}", ("rank", "kind", "bytes", "~object"), rows),
         as_json=json,
     )
 
@@ -236,9 +242,10 @@ def gc(
     removed = collect_garbage(opened.store, opened.run, opened.public, keep, grace=grace, dry_run=dry_run)
     labels = [label_of(opened.run, *order) for order in removed.versions]
     verb = "would remove" if dry_run else "removed"
+    later = f"; {removed.young} unneeded objects are younger than {grace:g} s: run gc again later" if removed.young else ""
     _say(
-        {"versions": labels, "objects": removed.objects, "bytes": removed.nbytes, "dry_run": dry_run},
-        f"{verb} {len(labels)} versions, and {removed.objects} objects of {size(removed.nbytes)}",
+        {"versions": labels, "objects": removed.objects, "bytes": removed.nbytes, "young": removed.young, "dry_run": dry_run},
+        f"{verb} {len(labels)} versions, and {removed.objects} objects of {size(removed.nbytes)}{later}",
         json,
     )
 
@@ -260,6 +267,8 @@ def export(
     from weightsync.deadline import Deadline
     from weightsync.store.restore import export as write
 
+    if version is None and str(folder).isdecimal():
+        raise ConfigurationError(f"give the folder, then the version: weightsync store export ./checkpoint {folder}")
     opened = OpenedStore(store, run, key)
     stored = opened.load(opened.order(version))
     files = [str(path) for path in write(opened.store, stored, folder, Deadline(timeout))]
@@ -274,8 +283,8 @@ def show_key(store: StoreUrl = None, run: OfRun = None, json: Json = False) -> N
     weightsync store key --run my-run
     ```
     """
-    run = run or OpenedStore(store, None, None).run
-    text = _public_key(run, None)[1]
+    run = run or OpenedStore(store, None, None, _GO_THERE).run
+    text = _public_key(run, None, _GO_THERE)[1]
     _say({"run": run, "key": text}, text, json)
 
 

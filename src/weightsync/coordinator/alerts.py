@@ -13,6 +13,10 @@ _GONE = "disappeared (stopped without close(), killed, crashed, hung or network 
 _RESTART = "Restart it. It catches up by itself."
 _PUBLISH = "The next publication updates it. To update it now: weightsync update"
 _RESTLESS = "Let nothing write to parameters after finish(), and leave buffers that change out of the trainer and of the engine."
+_RELAY = (
+    "Look at the store, and at the relay's log. It goes on by itself: with the next key frame if an object is damaged. "
+    "To have a key frame now, restart the trainer at home."
+)
 _FIXES = {
     "DeadlineExceeded": "Look at the process that is named, and at its log.",
     "PeerLost": "Restart the process that is named. Its own log says why it ended.",
@@ -40,8 +44,8 @@ def alerts_of(replicas: Sequence[ReplicaStatus], trainer: Sequence[RankStatus], 
 def _alert(subject: str, kind: str, text: str, since: float, error: str = "", fix: str = "", round: int | None = None) -> Alert:
     named = next((name for name in reversed(_KIND.findall(error)) if name in _FIXES), "")
     # A refusal may end with its own remedy, which knows more.
-    text, _, remedy = text.partition("\nto publish what the engine holds, ")
-    fix = f"To publish what the engine holds, {remedy}" if remedy else _FIXES.get(named, "") or fix or "See the coordinator's log."
+    text, _, remedy = text.partition("\nto ")
+    fix = f"To {remedy}" if remedy else _FIXES.get(named, "") or fix or "See the coordinator's log."
     return Alert("error", subject, kind, text, fix, since, named, round)
 
 
@@ -50,7 +54,7 @@ def _of_trainer(ranks: Sequence[RankStatus]) -> Iterator[Alert]:
         if rank.failing is not None and rank.ended is None:
             reason, since = rank.failing
             text = f"{rank.member} relays no newer version: {reason}"
-            yield _alert("trainer", "failed", text, since, fix="Look at the store, and at the relay's log. It goes on by itself.")
+            yield _alert("trainer", "failed", text, since, fix=_RELAY)
     if gone := [rank for rank in ranks if rank.ended is not None]:
         text = f"{', '.join(rank.member for rank in gone)} {_GONE}. {_where(gone)}"
         since = min(rank.ended or 0.0 for rank in gone)

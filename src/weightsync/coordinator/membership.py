@@ -220,11 +220,14 @@ class Membership:
         """Why a replica cannot take part in streams, or a receiver in anything else."""
         if not self.streams:
             return (
-                "ManifestMismatch: it takes the tensors of a stream, and this trainer publishes shards: give it an adapter with "
-                "a manifest, or make the trainer with a weightsync.Stream, without deltas"
+                "ManifestMismatch: it takes the tensors of a stream, as a weightsync.Stream without deltas sends them, and this "
+                "trainer publishes shards\nto receive these, "
+                "make it with Receiver(manifest=weightsync.manifest_of(module)), and restart it"
             )
         direct = [member for member, link in replica.members().items() if link.rank.hello.delivery == "direct"]
-        return f"ConfigurationError: {direct[0]} asks for direct delivery, and a stream goes through loaders" if direct else None
+        advice = 'with deltas=True join after the first publish_stream, or use delivery="auto"'
+        text = "asks for direct delivery, and a stream goes through loaders"
+        return f"ConfigurationError: {direct[0]} {text}: {advice}" if direct else None
 
     def _evict(self, lost: Replica) -> None:
         """Drop a replica that has no connections. One that was complete or refused stays in the status for a while."""

@@ -58,6 +58,6 @@ def unreachable(settings: ClientSettings, why: object) -> str:
     refused = os.strerror(errno.ECONNREFUSED) in str(why)  # the machine is there, and nothing listens
     hint = "" if refused else f", and look whether this machine reaches it: curl {url}/healthz"
     return (
-        f"no coordinator answers at {url}: {why}{HINT}start it there (`weightsync serve`, or the trainer whose rank 0 holds it), "
-        f"or name another by WEIGHTSYNC_COORDINATOR (-c){hint}"
+        f"no coordinator answers at {url}: {why}{HINT}start it there (`weightsync serve`, `weightsync relay`, or the "
+        f"trainer whose rank 0 holds it), or name another by WEIGHTSYNC_COORDINATOR (-c){hint}"
     )

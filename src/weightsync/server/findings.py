@@ -61,7 +61,7 @@ def ask_coordinator(name: str, settings: ClientSettings) -> Finding:
     except (CoordinatorUnreachable, DeadlineExceeded):
         return Finding(
             name, "missing", f"no coordinator answers at {where}",
-            "start one with `weightsync serve`, or give its URL: --coordinator or WEIGHTSYNC_COORDINATOR",
+            "start one with `weightsync serve` or `weightsync relay`, or give its URL: --coordinator or WEIGHTSYNC_COORDINATOR",
         )  # fmt: skip
     members = f"trainer ranks: {len(status.trainer)}, replicas: {len(status.replicas)}"
     return Finding(name, "ok", f"run {status.run} at {where}: the token is accepted; {members}")

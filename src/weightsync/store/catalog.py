@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import secrets
 from datetime import UTC, datetime, timedelta
@@ -42,6 +43,15 @@ def new_object_path(run: str, order: tuple[int, int], rank: int) -> str:
 def orders(store: ObjectStore, run: str) -> list[tuple[int, int]]:
     """Epoch and number of each version that the store lists, ascending."""
     return list(_manifests(store, run))
+
+
+def why_empty(store: ObjectStore, run: str | None) -> str:
+    """Say why no version of ``run``, or of any run, is listed. Raises :class:`TransportError` if the store cannot be listed."""
+    if os.path.isabs(store.url) and not os.path.exists(store.url):
+        return f"there is no folder {store.url}"
+    others = ", ".join(sorted(set(store.folders()) - {folder_of(run or "")}))
+    which = f" version of run {run}" if run else " versions: is it the trainer's?"
+    return f"the store {store.url} has no{which}{f', but of {others}' if others else ''}"
 
 
 def _manifests(store: ObjectStore, run: str) -> dict[tuple[int, int], datetime]:
@@ -83,6 +93,8 @@ class Removed(NamedTuple):
     versions: tuple[tuple[int, int], ...]
     objects: int
     nbytes: int
+    young: int
+    """Objects that no version needs and that stay, because they are younger than the time of grace."""
 
 
 def collect_garbage(
@@ -106,12 +118,13 @@ def collect_garbage(
     last = {order[0]: order for order in listed}.values()
     kept = {*list(listed)[-keep:], *(order for order in last if grace and listed[order] >= before)}
     needed = {path for order in kept for path in load(store, run, order, public).objects}
-    garbage = [
+    unneeded = [
         item
         for item in store.list(folder_of(run))
         if ("/objects/" in item.path or "#" in item.path)  # obstore's name of a file that it was writing
-        and kept and item.path not in needed and (item.modified < before or not grace)
+        and kept and item.path not in needed
     ]  # fmt: skip
+    garbage = [item for item in unneeded if item.modified < before or not grace]
     dropped = tuple(order for order in listed if order not in kept)
     if not dry_run:
         for order in dropped:
@@ -119,4 +132,4 @@ def collect_garbage(
         failpoints.reached("store.manifests_removed")
         for item in garbage:
             store.delete(item.path)
-    return Removed(dropped, len(garbage), sum(item.nbytes for item in garbage))
+    return Removed(dropped, len(garbage), sum(item.nbytes for item in garbage), len(unneeded) - len(garbage))

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsync.arrays import UInt64
 from weightsync.config import Secret
-from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError
+from weightsync.errors import HINT, AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError
 from weightsync.model import Layout, Manifest, Version, fold
 from weightsync.model.stored import STORED_BLOCK, StoredObject, VersionManifest
 from weightsync.protocol.messages import UNREADABLE
@@ -110,7 +110,10 @@ def opened(data: bytes | memoryview, public: bytes, run: str, order: tuple[int, 
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(bytes(data[head : head + _SIGNATURE_BYTES]), bytes(data[:head]) + body)
     except (InvalidSignature, ValueError):
-        raise AuthenticationError(f"the store's manifest of {name} was not signed with this run's key") from None
+        hint = "compare it with what `weightsync store key` prints at home"
+        raise AuthenticationError(
+            f"the store's manifest of {name} was not signed with this run's key {_text(public)} (--key){HINT}{hint}"
+        ) from None
     try:
         stored = _decoder.decode(body)
         if bytes(data[:head]) != _MAGIC or (stored.version.run, stored.version.order) != (run, order):

@@ -29,7 +29,7 @@ from weightsync.outcome import Latch, Outcome
 from weightsync.planning.coverage import coverage_of
 from weightsync.protocol.messages import Hello, Publish, RoundResult, Welcome
 from weightsync.protocol.store_messages import RelayFailing
-from weightsync.store.catalog import load, orders
+from weightsync.store.catalog import load, orders, why_empty
 from weightsync.store.objects import ObjectStore
 from weightsync.store.region import KeptRegion
 from weightsync.store.signing import StoredVersion
@@ -156,6 +156,9 @@ class Relay(Closeable):
         self._trainer: _RelayTrainer | None = None
         self._published: tuple[Version, int] | None = None
         """The last version that was published, and the connection by which."""
+        self._tried: Version | None = None
+        """What the last turn read, or failed to read."""
+        self._waits = False
         self._stop = Latch()
 
     def follow(self, *, once: bool = False) -> None:
@@ -174,10 +177,12 @@ class Relay(Closeable):
             except WeightSyncError as error:
                 if once or self._cannot_begin(error):
                     raise
-                failing, pause = f"{type(error).__name__}: {error}", min(2 * pause, max(self._interval, _LONGEST_PAUSE))
+                failing = f"{type(error).__name__}: {error}{f' (version {self._tried})' if self._tried else ''}"
+                pause = min(2 * pause, max(self._interval, _LONGEST_PAUSE))
             if failing != before:
                 text = f"no newer version comes: {failing}. Next attempt in {pause:g} s" if failing else "versions come again"
-                _log.log(logging.ERROR if failing else logging.INFO, "store %s: %s", self._store.url, text)
+                level = (logging.WARNING if before else logging.ERROR) if failing else logging.INFO
+                _log.log(level, "store %s: %s", self._store.url, text)
             if self._trainer is not None and (failing or before):
                 self._trainer.tell(failing[:_REASON_CHARS])
             if once or self._stop.wait(pause):
@@ -198,6 +203,12 @@ class Relay(Closeable):
         reading, self._reading = self._reading, None
         try:
             reading.result()
+            if self._stored is None:
+                if once:
+                    raise StaleSource(why_empty(self._store, self._run))
+                if not self._waits:
+                    _log.info("waiting for the first version of run %s: %s", self._run, why_empty(self._store, self._run))
+                self._waits = True
         finally:  # a coordinator that was restarted needs the last version, also while the store fails
             if self._stored is not None and self._state is not None and self._state.holds(self._stored):
                 self._publish(self._stored, self._state, once)
@@ -205,6 +216,7 @@ class Relay(Closeable):
     def _read(self) -> None:
         """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer."""
         failure, held, newest = None, self._stored, None
+        before, self._tried = self._tried, None
         listed = orders(self._store, self._run)
         for order in reversed(listed):
             if newest is not None or (held is not None and order <= held.version.order):
@@ -215,13 +227,17 @@ class Relay(Closeable):
                 failure = failure or error
         stored = newest or held
         if stored is None:
-            raise failure or StaleSource(f"it has no version of run {self._run} yet")
+            if failure is not None:
+                raise failure
+            return
         state = self._state
         if state is None or state.form != _form(stored):
             state = _StoredState(self._store, stored)
         if not state.holds(stored):
             failpoints.reached("relay.reading")
-            _log.info("reading version %s: %d objects, less those in memory", stored.version, len(stored.objects))
+            self._tried = stored.version
+            level = logging.DEBUG if before == self._tried else logging.INFO
+            _log.log(level, "reading version %s: %d objects, less those in memory", stored.version, len(stored.objects))
             state.update(stored, Deadline(self._timeout))
             failpoints.reached("relay.verified")
         self._state, self._stored = state, stored

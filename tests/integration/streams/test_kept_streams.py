@@ -218,13 +218,19 @@ def test_many_tensors_are_kept_as_fast_as_others_are_published(joined: Joined) -
     assert time.monotonic() - started < SECONDS / 3
 
 
+def test_an_engine_that_asks_for_direct_delivery_too_early_is_told_how_to_join(joined: Joined) -> None:
+    streaming(joined)
+    with pytest.raises(ConfigurationError, match='after the first publish_stream, or use delivery="auto"'):
+        joined.engine(ModuleAdapter(Net()), "early", delivery="direct")
+
+
 def test_what_only_a_plain_stream_or_a_module_has_is_refused(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = streaming(joined)
     for _ in range(2):  # before it has joined with its tensors, and after
         with pytest.raises(ConfigurationError, match=r"call publish_stream\(\)"):
             trainer.publish(timeout=SECONDS)
         trainer.publish_stream(lent(Net()), timeout=SECONDS)
-    with pytest.raises(ManifestMismatch, match="without deltas"):
+    with pytest.raises(ManifestMismatch, match=r"without deltas .*\n *to receive these, make it with Receiver\(manifest="):
         Receiver("takes-any", joined.server.url, token=joined.server.token)
     with pytest.raises(ConfigurationError, match="deltas of a Stream need one trainer rank, not 2"):
         streaming(joined, rank=0, world_size=2)

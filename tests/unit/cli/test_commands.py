@@ -140,7 +140,7 @@ def test_nobody_there_is_one_clear_line_and_what_to_do() -> None:
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
         "error: no coordinator answers at http://127.0.0.1:1: Connection refused",
-        "hint: start it there (`weightsync serve`, or the trainer whose rank 0 holds it), or name another by "
+        "hint: start it there (`weightsync serve`, `weightsync relay`, or the trainer whose rank 0 holds it), or name another by "
         "WEIGHTSYNC_COORDINATOR (-c)",
     ]
 

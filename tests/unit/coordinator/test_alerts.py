@@ -49,6 +49,9 @@ def test_a_refusal_has_one_fix_its_own_or_that_of_its_class() -> None:
     (own,) = alerts_of([replica("refused", error, gone=(GONE,))], [], PastRounds(1, 1))
     assert own.fix == "To publish what the engine holds, use Trainer(..., dtype=torch.float16)"
     assert own.text == "mine-0 was refused. Last seen: process 14912 on node-7. replica mine-0 differs"
+    error = "ManifestMismatch: it takes a stream\nto receive these, make it with Receiver(manifest=...), and restart it"
+    (receiver,) = alerts_of([replica("refused", error)], [], PastRounds(1, 1))
+    assert receiver.fix == "To receive these, make it with Receiver(manifest=...), and restart it"
     (general,) = alerts_of([replica("refused", "ManifestMismatch: missing: w")], [], PastRounds(1, 1))
     assert (general.error, general.fix.startswith("Correct the engine's model")) == ("ManifestMismatch", True)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
 from typer.testing import CliRunner
 
+from weightsync.cli.commands import EXIT_UNREACHABLE
 from weightsync.cli.main import app
 from weightsync.store.catalog import manifest_path, orders
 
@@ -57,7 +58,9 @@ def test_one_version_is_shown(run: Run) -> None:
     assert [one["kind"] for one in found["object_list"]] == ["key", "delta"]
     assert "delta" in run("show", f"{RUN}@1")
     assert "no version of run" in run("show", "other@1", code=2)
-    assert "no such object" in run("show", "17", code=1)
+    assert "digest " in run("show", "1")
+    for command in ("show", "verify"):
+        assert f"there is no version {RUN}@17 in " in run(command, "17", code=1)
 
 
 def test_a_version_is_verified(run: Run, trainer: StoringTrainer, tmp_path: Path) -> None:
@@ -85,6 +88,10 @@ def test_old_versions_are_removed(run: Run, trainer: StoringTrainer) -> None:
     planned = run("gc", "--keep", "1", "--grace", "0", "--dry-run", "--json")
     assert planned["versions"] == [f"{RUN}@0", f"{RUN}@1"] and planned["dry_run"]
     assert len(orders(trainer.store, RUN)) == 3
+    later = run("gc", "--keep", "3", "--json")
+    assert later["young"] == 0
+    (Path(trainer.store.url) / RUN / "objects" / "1.9.0-left.safetensors").touch()
+    assert "1 unneeded objects are younger than 3600 s: run gc again later" in run("gc", "--keep", "3")
     assert "removed 2 versions" in run("gc", "--keep", "1", "--grace", "0")
     assert orders(trainer.store, RUN) == [(1, 2)]
     assert run("verify", "--json")["ok"]
@@ -95,25 +102,48 @@ def test_a_version_is_exported(run: Run, tmp_path: Path) -> None:
     assert found["version"] == f"{RUN}@1"
     assert {Path(name).name for name in found["files"]} == {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
     assert "has a checkpoint already" in run("export", str(tmp_path / "out"), code=2)
+    assert "weightsync store export ./checkpoint 2" in run("export", "2", code=2)
 
 
-def test_the_key_is_found_where_the_coordinator_ran(run: Run, trainer: StoringTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_found_where_the_coordinator_ran(
+    run: Run, trainer: StoringTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     from weightsync.config import ServerSettings
     from weightsync.server.store_key import store_key
 
     monkeypatch.delenv("WEIGHTSYNC_STORE_PUBLIC_KEY")
-    assert "public key of run a-run is not known here" in run("ls", code=2)
+    folder = tmp_path / "state"
+    assert f"no key of run a-run is in the state folder ({folder}): give --key or" in run("ls", code=2)
+    for options in ((), ("--run", RUN)):
+        assert "run this as the coordinator's user, with its WEIGHTSYNC_STATE_DIR" in run("key", *options, code=2)
     key = store_key(ServerSettings.load(), RUN)
     assert run("key").strip() == key.public_text
     with monkeypatch.context() as elsewhere:  # a coordinator's host may not reach the store
         elsewhere.delenv("WEIGHTSYNC_STORE")
         assert run("key", "--run", RUN).strip() == key.public_text
-    assert "not signed" in run("verify", code=2)  # this store was signed by another key
+    wrong = run("verify", code=2)
+    assert key.public_text in wrong and "compare it with what `weightsync store key` prints at home" in wrong
+    assert "not signed" in wrong  # this store was signed by another key
+
+
+def test_a_relay_says_by_what_it_has_its_coordinator(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", "http://127.0.0.1:1")
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "t" * 43)
+    monkeypatch.setenv("WEIGHTSYNC_CONNECT_TIMEOUT", "0.1")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("weightsync.cli.relay.configure_logs", lambda *_: None)
+    unset = "WEIGHTSYNC_COORDINATOR is set, so this relay starts no coordinator; unset it to have one here"
+    done = CliRunner().invoke(app, ["relay", "--run", RUN])
+    assert done.exit_code == EXIT_UNREACHABLE and unset in done.output
+    done = CliRunner().invoke(app, ["relay", "--run", RUN, "--coordinator", "http://127.0.0.1:1"])
+    assert done.exit_code == EXIT_UNREACHABLE and unset not in done.output
 
 
 def test_what_is_missing_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "has no versions: is it the trainer's?" in run("ls", "--store", str(tmp_path / "empty"), code=2)
+    assert f"there is no folder {tmp_path / 'empty'}" in run("ls", "--store", str(tmp_path / "empty"), code=2)
     assert not (tmp_path / "empty").exists()  # looking makes no folder
-    assert "has no version" in run("verify", "--run", "another", code=2)
+    assert f"has no version of run another, but of {RUN}" in run("verify", "--run", "another", code=2)
+    (tmp_path / "new").mkdir()
+    assert "has no versions: is it the trainer's?" in run("ls", "--store", str(tmp_path / "new"), code=2)
     monkeypatch.delenv("WEIGHTSYNC_STORE")
     assert "which store?" in run("ls", code=2)

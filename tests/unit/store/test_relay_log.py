@@ -1,0 +1,74 @@
+"""Lines of a relay's log: while it waits for a first version, and while versions cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
+
+from weightsync.errors import StaleSource
+from weightsync.store.objects import ObjectStore
+from weightsync.store.signing import StoredVersion
+from weightsync.trainer import relay
+from weightsync.trainer.relay import Relay
+
+
+class ReadingRelay(Relay):
+    """Reads, and publishes nothing. After each turn it does the next thing of a list, then it ends."""
+
+    between: list[Callable[[], object]]
+
+    def _publish(self, stored: StoredVersion, *_: object) -> None:
+        self._published = stored.version, 0
+
+    def _turn(self, once: bool) -> None:
+        try:
+            super()._turn(once)
+        finally:
+            if self.between:
+                self.between.pop(0)()
+            else:
+                self.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: str, text: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelname == level and text in each.getMessage()]
+
+
+def test_a_relay_waits_for_the_first_version_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", relay.__name__)
+    with ReadingRelay(ObjectStore(str(tmp_path / "store")), RUN, bytes(32), "", interval=0.001) as waiting:
+        waiting.between = [lambda: None, lambda: None]
+        with pytest.raises(StaleSource, match="there is no folder"):
+            waiting.follow(once=True)
+        waiting.follow()
+    assert lines(caplog, "INFO", "") == [f"waiting for the first version of run {RUN}: there is no folder {tmp_path / 'store'}"]
+    assert not lines(caplog, "ERROR", "")
+
+
+def test_each_version_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", relay.__name__)
+    state = small_state()
+    trainer = StoringTrainer(tmp_path, state)
+    trainer.publish(0)
+
+    def publish(number: int) -> None:
+        change(state, 0.01, number)
+        trainer.publish(number)
+
+    def publish_and_damage() -> None:
+        publish(1)
+        (delta,) = tmp_path.rglob("1.1.0-*.safetensors")
+        delta.write_bytes(delta.read_bytes()[:-1] + b"\xff")
+
+    with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
+        following.between = [publish_and_damage, lambda: None, partial(publish, 2), lambda: None]
+        following.follow()
+    (first,) = lines(caplog, "ERROR", "no newer version comes")
+    (second,) = lines(caplog, "WARNING", "no newer version comes")
+    assert f"(version {RUN}@1)" in first and f"(version {RUN}@2)" in second
+    reading = [lines(caplog, level, f"reading version {RUN}@") for level in ("INFO", "DEBUG")]
+    assert [[line.split(":")[0][-1] for line in each] for each in reading] == [["0", "1", "2"], ["1", "2"]]

@@ -55,6 +55,8 @@ class Method:
             layer.weight.largest = float(layer.scale.max())
         elif self.trick == "derived by the method":
             self.calls = int(layer.scale.abs().max() * 1000)
+        elif self.trick == "workspace":
+            layer.workspace = torch.zeros(8)
         elif self.trick == "in an object":
             self.kernel = Kernel(layer.scale * 2)
         elif self.trick == "in a tuple":
@@ -109,7 +111,7 @@ def direct_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> DirectShards | s
     runner = SimpleNamespace(model=model)
     return find_direct(
         model, MANIFEST, partial(quantized.reload, runner), torch.device("cpu"),
-        to_load=partial(quantized.format_to_load, model), process=partial(quantized.process, runner),
+        to_load=partial(quantized.format_to_load, model, processes=False), process=partial(quantized.process, runner),
     )  # fmt: skip
 
 
@@ -130,6 +132,10 @@ def test_updates_have_the_bits_of_a_new_model_that_loads_them(monkeypatch: pytes
             own = model.get_parameter(name)
             assert (own.data_ptr(), own.stride(), own.dtype) == (before[name][0], tensor.stride(), tensor.dtype)
             assert torch.equal(own, tensor)
+
+
+def test_what_processing_makes_alike_for_all_weights_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(direct_of(served("workspace"), monkeypatch), DirectShards)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def _find_quantized(
     refused = "WEIGHTSYNC_DELIVERY is streamed" if delivery == "streamed" else quantized.scales_of_cache(manifest)
     direct = refused or find(
         reload=partial(quantized.reload, runner),
-        to_load=partial(quantized.format_to_load, runner.model),
+        to_load=partial(quantized.format_to_load, runner.model, processes=False),
         process=partial(quantized.process, runner),
     )
     if isinstance(direct, DirectShards):

@@ -102,8 +102,10 @@ def scales_of_cache(manifest: Manifest) -> str | None:
 
 
 @contextmanager
-def format_to_load(model: nn.Module) -> Iterator[None]:
+def format_to_load(model: nn.Module, *, processes: bool = True) -> Iterator[None]:
     """Give the quantized layers of ``model`` the parameters that its loader expects, on the meta device.
+
+    Unless the block ``processes`` them, it is not asked what SGLang keeps of that.
 
     Raises:
         LoadError: SGLang computed something else from weights meanwhile than parameters and buffers.
@@ -127,7 +129,7 @@ def format_to_load(model: nn.Module) -> Iterator[None]:
             yield
             for layer, first, held in zip(layers, before, engine, strict=True):
                 now = _values(layer)
-                gone = [key for key, value in held.items() if isinstance(value, torch.Tensor) and key not in now]
+                gone = [key for key, value in held.items() if processes and isinstance(value, torch.Tensor) and key not in now]
                 others = (
                     key for key, value in now.items()
                     if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key)))

@@ -50,7 +50,7 @@ async def prepare(
     return agreed
 
 
-async def held(engines: Engines, deadline: RoundDeadline) -> None:
+async def keep_layouts(engines: Engines, deadline: RoundDeadline) -> None:
     """Let the ranks whose layouts change keep them until the end of the round, and take note of those that they have now."""
     moving = {member: link for member, link in engines.items() if link.rank.hello.moves}
     layouts = {member: link.rank.layout for member, link in moving.items()}
@@ -253,12 +253,14 @@ async def stage(
     if delta is None or replica.state != "loaded":
         return None
     direct, number = agreed.delivery == "direct", placement.version.number
-    tensors = Stage(number, delta.base, (), placement.digests.astype("<u8").tobytes())
     try:
-        asked = dict.fromkeys(engines, tensors)
-        for member in engines if direct else ():
-            sources = [source.member for source in agreed.slices[member].sources]
-            asked[member] = Stage(number, delta.base, tuple(delta.changed[source] for source in sources))
+        if direct:
+            asked = {}
+            for member in engines:
+                sources = [source.member for source in agreed.slices[member].sources]
+                asked[member] = Stage(number, delta.base, tuple(delta.changed[source] for source in sources))
+        else:
+            asked = dict.fromkeys(engines, Stage(number, delta.base, (), placement.digests.astype("<u8").tobytes()))
         staged = await _each(engines, asked, deadline)
         for member, answer in staged.items():
             check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")

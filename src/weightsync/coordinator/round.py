@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.arrays import UInt64
-from weightsync.coordinator.agreement import StagedDelta, held, prepare, reverted, served_bases, stage, wait_for_background
+from weightsync.coordinator.agreement import StagedDelta, keep_layouts, prepare, reverted, served_bases, stage, wait_for_background
 from weightsync.coordinator.events import RoundStarted, Watcher
 from weightsync.coordinator.keyed_digests import KeyedDigests
 from weightsync.coordinator.negotiation import TransferPlan
@@ -331,7 +331,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     """
     replica.require_complete()
     await wait_for_background(replica, deadline)
-    await held(engines, context.deadline)  # to the end of the round: steps of it begin their own attempts
+    await keep_layouts(engines, context.deadline)  # until the round ends: each of its later steps has a deadline of its own
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 

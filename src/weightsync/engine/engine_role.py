@@ -400,7 +400,7 @@ class EngineRole(SessionFront):
         with span("audit"):
             bad = np.flatnonzero(filler.digests(deadline, constants) != installed.digests)
         if len(bad):
-            if self.adapter.outdated:  # the engine exchanged parameters meanwhile
+            if self.adapter.outdated:  # the engine has exchanged parameters since then
                 raise StaleSource(f"the parameters of {self.session.member} moved while they were read")
             names = few([self.manifest[tensor].name for tensor in np.unique(filler.layout.tensor[bad]).tolist()], _SHOWN)
             why = f"parameters of {self.session.member} were changed since it installed version {version}: {names}"

@@ -189,9 +189,7 @@ class Service:
         self._followers = [asyncio.ensure_future(self._count()), asyncio.ensure_future(self._remember())]
         self._state = Snapshot(
             lambda: msgspec.json.encode(msgspec.structs.replace(coordinator.status(), release=__version__)),
-            lambda: (
-                coordinator.past.results and coordinator.past.results[-1]
-            ),  # whoever publishes sees the effect when the round has ended
+            lambda: coordinator.past.results and coordinator.past.results[-1],  # new after each round
         )
         self._routers = Routers(coordinator, settings) if settings.routers else None
         self._exposition = Snapshot(

@@ -155,7 +155,7 @@ def adapter_of(scheduler: StandInScheduler, delivery: Delivery = "streamed") -> 
     reload = partial(install, scheduler.runner)
     direct: DirectShards | None = None
     if delivery == "direct":
-        found = find_direct(scheduler.model, checkpoint().manifest, reload, torch.device("cpu"))
+        found = find_direct(scheduler.model, checkpoint().manifest, lambda tensors, layers: reload(tensors), torch.device("cpu"))
         assert isinstance(found, DirectShards)
         direct = found
     return SglangAdapter(

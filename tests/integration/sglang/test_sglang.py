@@ -242,7 +242,9 @@ def made_adapter(served: _Served) -> tuple[Any, EngineAdapter]:
     config, reload = runner.model_config, partial(install, runner)
     checkpoint = checkpoint_of(config.model_path, None, config.hf_config)
     loop.pause("abort", 10.0)
-    direct = loop.call(lambda: find_direct(runner.model, checkpoint.manifest, reload, torch.device("cpu"), package="sglang"), 60.0)
+    manifest, cpu = checkpoint.manifest, torch.device("cpu")
+    trial = partial(find_direct, runner.model, manifest, lambda tensors, layers: reload(tensors), cpu, package="sglang")
+    direct = loop.call(trial, 60.0)
     assert isinstance(direct, DirectShards)
     for parameter in runner.model.parameters():
         parameter.data.normal_()

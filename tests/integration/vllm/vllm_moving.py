@@ -178,7 +178,6 @@ class Worker:
         direct = trial(to_load=experts.all_here, moving=experts)
         assert not isinstance(direct, str), direct
         self.adapter = Adapter(checkpoint, None, direct, torch.device("cpu"), experts=experts)
-        self.adapter.sleeps = False
         return weightsync.Engine(self.adapter, "vllm", url, token=token, rank=self.rank, world_size=self.ranks, delivery="direct")
 
     @property

@@ -193,7 +193,7 @@ class StreamedFiller(PlanFiller):
         self._owned.callback(self._some_readers.close)
 
     def stage(self, body: Stage, held: UInt64, deadline: Deadline) -> tuple[StagedTensors, UInt64]:
-        """Connect for the tensors whose digest is another one than ``held``, ``uint64[rows]``. The engine may serve meanwhile.
+        """Connect for the tensors whose digest is another one than ``held``, ``uint64[rows]``. The engine may serve.
 
         Returns:
             The tensors, and the digests of all rows as they will be.
@@ -228,7 +228,7 @@ class StreamedFiller(PlanFiller):
     def run(
         self, version: int, deadline: Deadline, constants: DigestConstants = PUBLIC, some: StagedTensors | None = None
     ) -> Filled:
-        """See :meth:`PlanFiller.run`. The digests are those of the parameters where they can be read back, else of the buckets.
+        """See :meth:`PlanFiller.run`. The digests are of the parameters where they can be read back, of the buckets otherwise.
 
         Only ``some`` tensors are moved, if they are given, and the others have the digests that they had.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,17 +32,12 @@ from weightsync.protocol.messages import Delivery
 from weightsync.tracing.tracer import trace_loader
 
 
-def install(
-    runner: Any,  # noqa: ANN401 - SGLang's ModelRunner
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    layers: Collection[str] = (),
-) -> None:
+def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     """Load tensors of a checkpoint into the model of ``runner`` in place, on the thread that runs it.
 
     Args:
         runner: SGLang's runner of the model.
         tensors: Tensors by their names in the checkpoint's files.
-        layers: Names of the layers that they fill, which are not needed.
 
     Raises:
         LoadError: The loader did not consume all tensors.
@@ -286,7 +281,7 @@ def _find_direct(
     find = partial(find_direct, runner.model, manifest, device=device, ranks=ranks, engine="SGLang", package="sglang")
     if runner.model_config.quantization is not None:
         return _find_quantized(find, runner, manifest, delivery), ""
-    trial = partial(find, reload=partial(install, runner))
+    trial = partial(find, reload=lambda tensors, layers: install(runner, tensors))
     direct, because = chosen_shards(delivery, trial, "this rank of SGLang", "SGLang")
     if direct is not None:
         return direct, ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def format_to_load(model: nn.Module, *, processes: bool = True) -> Iterator[None
     Unless the block ``processes`` them, it is not asked what SGLang keeps of that.
 
     Raises:
-        LoadError: SGLang computed something else from weights meanwhile than parameters and buffers.
+        LoadError: SGLang computed something else from weights in the block than parameters and buffers.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, _FORMAT)]
     tables: list[Any] = [table for layer in layers for table in (layer._parameters, layer._buffers, *_tables(layer).values())]
@@ -167,8 +168,9 @@ def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:  # 
         inside = value.items()
     elif isinstance(value, partial):
         inside = enumerate((value.func, *value.args, *value.keywords.values()))
-    elif (closure := getattr(value, "__closure__", None)) is not None:
-        inside = inspect.getclosurevars(value).nonlocals.items() if closure else ()
+    elif isinstance(value, FunctionType | MethodType):
+        with suppress(ValueError):  # a variable that has no value yet
+            inside = inspect.getclosurevars(value).nonlocals.items()
     for key, part in inside if depth else ():
         yield from _leaves(f"{name}.{key}", part, depth - 1)
 

@@ -38,6 +38,7 @@ class VllmWorkerAdapter(StagedAdapter):
 
     name = "vllm"
     loads_some = True
+    sleeps = False
     pauses_twice = True  # any client of the server can call vLLM's /resume
 
     def __init__(

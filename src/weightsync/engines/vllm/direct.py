@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -43,7 +44,10 @@ def direct_shards(
     reason = why_streamed(config, device)
     if reason is not None:
         return reason
-    reload = partial(install_some, model, config.model_config)
+
+    def reload(tensors: Iterable[tuple[str, torch.Tensor]], layers: Collection[str]) -> None:
+        install_some(model, config.model_config, tensors)
+
     trial = partial(find_direct, model, checkpoint.manifest, reload, device, ranks, engine="vLLM", package="vllm")
     if experts is not None:
         if config.model_config.quantization is not None:

@@ -109,14 +109,9 @@ def _waiting(model: torch.nn.Module) -> dict[str, int]:
 
 
 def install_some(
-    model: torch.nn.Module,
-    model_config: ModelConfig,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    layers: Collection[str] = (),
-    *,
-    as_whole: bool = False,
+    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, as_whole: bool = False
 ) -> None:
-    """Load some whole ``layers`` as :func:`install` does, without vLLM's warnings about the other layers."""
+    """Load some whole layers as :func:`install` does, without vLLM's warnings about the other layers."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)

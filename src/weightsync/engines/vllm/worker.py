@@ -316,7 +316,7 @@ def _has_labels() -> bool:
     return hasattr(EngineClient, "update_weight_version")
 
 
-def _join(own: Any, worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+def _with_balancer(own: Any, worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
     engine = worker.weight_transfer_engine
     if isinstance(engine, WeightsyncEngine):
         runner = worker.model_runner
@@ -325,4 +325,4 @@ def _join(own: Any, worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: AN
 
 
 add_install_method(Worker, WeightsyncEngine)
-wrap_once(Worker, "init_weight_transfer_engine", _join)
+wrap_once(Worker, "init_weight_transfer_engine", _with_balancer)

@@ -10,6 +10,7 @@ import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far
 from tests.integration.rounds.test_deltas import gate, only  # noqa: F401 - one is a fixture
+from tests.integration.rounds.test_some_tensors import Loader
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
@@ -66,16 +67,17 @@ def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transp
     publishes_what_changes(trainer, source, target, whole.nbytes)
 
 
-class Opaque(ModuleAdapter):
-    """Its loader takes buckets on the device, and its parameters cannot be read again: digests are those of the buckets."""
+class OnDevice(Loader):
+    """Has a loader that takes buckets on the device, and nothing else: digests are those of the buckets."""
 
-    loads_late = True
+    def device(self) -> torch.device | None:
+        return self._inner.device()
 
 
-@pytest.mark.parametrize("adapter", [ModuleAdapter, Opaque])
+@pytest.mark.parametrize("adapter", [ModuleAdapter, OnDevice])
 @pytest.mark.parametrize("buckets", [1, 2])
 def test_tensors_that_changed_are_streamed_through_buckets_on_the_device(
-    joined: Joined, adapter: type[ModuleAdapter], buckets: int
+    joined: Joined, adapter: type[ModuleAdapter] | type[OnDevice], buckets: int
 ) -> None:
     source, target = models()
     trainer = joined.trainer(source, deltas=True, transports=["cuda_ipc"])
@@ -86,7 +88,7 @@ def test_tensors_that_changed_are_streamed_through_buckets_on_the_device(
         with torch.no_grad():
             parameter.add_(1)
         changed = only(trainer)
-        verified = "received" if adapter is Opaque else "installed"
+        verified = "received" if adapter is OnDevice else "installed"
         assert (changed.base, changed.verified, changed.nbytes) == (number - 1, verified, parameter.nbytes), name
         assert fingerprint(source) == fingerprint(target)
 

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _library(options, model, pause_mode):
     from benchmarks.trl_sync import timed
 
     with weightsync.Trainer(model, dtype=torch.bfloat16, pause_mode=pause_mode, new_epoch=True, start_coordinator=False) as trainer:
-        trainer.wait_for_replicas(timeout=options.seconds)
+        trainer.wait_for_replicas()
         _show(options, "weightsync.Trainer", *timed(trainer.publish, model, options.rounds))
 
 
@@ -192,7 +193,7 @@ def _skyrl(options):
     until_healthy(options.url, seconds=options.seconds)
     ours = connected(options.url, WeightTransferTrainerFactory.trainer_init)
     if ours._trainer is not None:
-        ours._trainer.wait_for_replicas(timeout=options.seconds)
+        ours._trainer.wait_for_replicas()
     _show(options, "SkyRL through weightsync", *timed(lambda: updated(ours), model, options.rounds))
     weight_senders.teardown_engine(ours)
     _library(options, model, "keep")
@@ -203,11 +204,11 @@ def _skyrl(options):
 
 
 def _start(options, owned, directory, environment):
-    """Start the door's servers, and return what the trainer is told of them. None is waited for: the trainer does that."""
+    """Start the door's servers; return the one of weightsync, and what the trainer is told. The trainer waits for them."""
     from benchmarks.trl_sync import start_server
     from weightsync.releases import release_of
 
-    servers, told, flags = [], [], [
+    first, told, flags = None, [], [
         "--load-format", "dummy", "--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(2 << 30)
     ] if _gpus() else []  # fmt: skip
     module = "vllm.entrypoints.openai.api_server"
@@ -221,16 +222,16 @@ def _start(options, owned, directory, environment):
         process = start_server(directory, backend, url.rpartition(":")[2], _LOCAL | own, flags, module.split())
         owned.callback(_end, process)
         told += [name, url]
-        servers.append(process)
+        first = first or process
     late = backends[1:] and release_of("vllm").startswith(("0.25", "0.26"))
-    return servers, told + (["--packs-late"] if late else []) + (["--own"] if options.own else ["--no-own"])
+    return first, told + (["--packs-late"] if late else []) + (["--own"] if options.own else ["--no-own"])
 
 
 def _end_with(server, trainer):
-    """A trainer does not wait for a server that has ended."""
+    """The trainer does not wait for a server that has ended."""
     status = server.wait()
     if trainer.poll() is None:
-        print(f"a server ended with exit status {status}", file=sys.stderr, flush=True)
+        print(f"the server ended with exit status {status}", file=sys.stderr, flush=True)
         trainer.kill()
 
 
@@ -266,9 +267,14 @@ def main(arguments=None) -> int:
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train:
-        {"areal": _areal, "skyrl": _skyrl}[options.door](options)
+        try:
+            {"areal": _areal, "skyrl": _skyrl}[options.door](options)
+            status = 0
+        except BaseException:  # noqa: BLE001 - it is shown, and the process ends
+            traceback.print_exc()
+            status = 1
         sys.stdout.flush()
-        os._exit(0)  # NCCL's threads may not end
+        os._exit(status)  # threads of NCCL and AReaL may not end
     return _run(options)
 
 
@@ -286,9 +292,9 @@ def _run(options):
         coordinator = owned.enter_context(BackgroundServer(ServerSettings.load({}, port=0, heartbeat=60.0)))
         write_checkpoint(Path(directory), options.model)
         joining = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN": coordinator.token, "WEIGHTSYNC_REPLICA": "vllm-0"}
-        servers, told = _start(options, owned, directory, joining)
+        server, told = _start(options, owned, directory, joining)
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()), "HF_HUB_OFFLINE": "1", "WEIGHTSYNC_REPLICAS_TIMEOUT": str(options.seconds),
+                "MASTER_PORT": str(_free_port()), "HF_HUB_OFFLINE": "1", "WEIGHTSYNC_REPLICAS_TIMEOUT": str(options.seconds / 3),
                 **({"CUDA_VISIBLE_DEVICES": str(_gpus() - 1)} if _gpus() else {})}  # fmt: skip
         path = os.pathsep.join(filter(None, [options.trainer_path, os.environ.get("PYTHONPATH")]))
         child = [
@@ -297,8 +303,7 @@ def _run(options):
         ]  # fmt: skip
         trainer = subprocess.Popen(child, env={**os.environ, **_LOCAL, **joining, **rank, "PYTHONPATH": path})
         owned.callback(trainer.kill)
-        for server in servers:
-            threading.Thread(target=_end_with, args=(server, trainer), daemon=True).start()
+        threading.Thread(target=_end_with, args=(server, trainer), daemon=True).start()
         return trainer.wait(options.seconds)
 
 

@@ -69,6 +69,9 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
         return f"the model is on the device {device}: only CUDA, ROCm and the CPU are supported"
     if runner.model_config.quantization is not None and (why := why_not(runner, arguments)) is not None:
         return why
+    methods = (getattr(layer, "quant_method", None) for layer in runner.model.modules())
+    if any(getattr(method, "w13_swiglu_interleaved", False) for method in methods):
+        return "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set: SGLang would reorder rows of all experts again whenever it loads some"
     draft = scheduler.draft_worker
     if draft is not None and draft.weight_update_runners():
         return (

@@ -55,7 +55,8 @@ def sglang_joined(folder, server=None, **settings):
         **{
             "model_path": str(folder), "skip_tokenizer_init": True, "dtype": "bfloat16", "random_seed": 0, "log_level": "info",
             "attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none", "moe_runner_backend": "triton",
-            "fp8_gemm_runner_backend": "triton", "context_length": 256, "max_running_requests": 4, "max_total_tokens": 4096,
+            "fp8_gemm_runner_backend": "triton", "disable_flashinfer_autotune": True, "disable_custom_all_reduce": True,
+            "context_length": 256, "max_running_requests": 4, "max_total_tokens": 4096,
             "chunked_prefill_size": 512, "cuda_graph_bs_decode": [1, 2, 4], "cuda_graph_bs_prefill": [64, 256],
         } | settings
     )  # fmt: skip
@@ -138,7 +139,7 @@ def check_tiny(options, settings):
             success, message, *_ = sglang.update_weights_from_disk(str(folder / "second"))
             assert success, message
         seen["bits_of_own_loading"] = checksum(sglang) == directly
-        print("RESULT " + json.dumps(seen), flush=True)
+        print("\nRESULT " + json.dumps(seen), flush=True)
 
 
 def buckets(weights):
@@ -230,9 +231,9 @@ def own_updates(engine, manifest, ranks):
     """What SGLang's own updates of the same tensors take, in seconds."""
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     weights = [(spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)) for spec in manifest]
-    print("OWN from_tensor", timed(engine, by_tensor, weights, ranks), "s", flush=True)
+    print("\nOWN from_tensor", timed(engine, by_tensor, weights, ranks), "s", flush=True)
     if torch.cuda.device_count() > ranks:
-        print("OWN from_distributed", timed(engine, by_group, weights, joined_group(engine, ranks, device)), "s", flush=True)
+        print("\nOWN from_distributed", timed(engine, by_group, weights, joined_group(engine, ranks, device)), "s", flush=True)
 
 
 def measure(options, settings):
@@ -274,7 +275,7 @@ def measure(options, settings):
                     "parts_ms": {name: round(1000 * value, 2) for name, value in replica["parts"].items()},
                 }), flush=True)  # fmt: skip
             later = paused[1:] or paused
-            print("RESULT " + json.dumps({
+            print("\nRESULT " + json.dumps({
                 "model": options.model, "ranks": ranks, "gpus": count, **seen, **about, "paused_ms": paused,
                 "median_ms": statistics.median(later), "least_ms": min(later), "most_ms": max(later),
                 "generates": answers(engine, PROMPTS[:2])[0] != before,

@@ -42,6 +42,11 @@ MOE = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+DENSE = {
+    **{name: value for name, value in MOE.items() if "expert" not in name and name not in ("mlp_only_layers", "norm_topk_prob")},
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 PROMPTS = [[(11 * row + 7 * column * (row + 2)) % 509 + 3 for column in range(40)] for row in range(48)]
 COUNT = 12
 CHOSEN = 4
@@ -62,7 +67,7 @@ def tiny(folder, moe=False):
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.bfloat16)
     model.save_pretrained(folder)
-    return model.to(f"cuda:{torch.cuda.device_count() - 1}")
+    return model.to(f"cuda:{torch.cuda.device_count() - 1}") if torch.cuda.is_available() else model
 
 
 def write_shapes(folder, tensors):
@@ -82,7 +87,8 @@ def shapes_only(folder, manifest, quantized=False):
     kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e8m0fnu": ("F8_E8M0", 1)}
     write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
     layers = {spec.name.split(".")[2] for spec in manifest if spec.name.startswith("model.layers.")}
-    config = {**MOE, "num_hidden_layers": len(layers)}
+    kind = MOE if any(".experts." in spec.name for spec in manifest) else DENSE
+    config = {**kind, "num_hidden_layers": len(layers)}
     if quantized:
         routers = [spec.name.removesuffix(".weight") for spec in manifest if spec.name.endswith("mlp.gate.weight")]
         config["quantization_config"] = {

@@ -283,7 +283,9 @@ def play(options, folder):
 
     began, place, colocated = time.perf_counter(), options.place, options.place == "colocated"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ray.init(num_gpus=torch.cuda.device_count(), include_dashboard=False, logging_level="error", object_store_memory=1 << 30)
+    ray.init(
+        num_cpus=16, num_gpus=torch.cuda.device_count(), include_dashboard=False, logging_level="error", object_store_memory=1 << 30
+    )
     config = configured(options, folder)
     rollout, model = omega_conf_to_dataclass(config.rollout), omega_conf_to_dataclass(config.model)
     actors = RayWorkerGroup(

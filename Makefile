@@ -183,6 +183,7 @@ $(SGLANG_VENV)/.installed: $(VENV)/.installed locks/sglang.txt
 .PHONY: sglang-test
 sglang-test: $(SGLANG_VENV)/.installed ## every test against SGLang's own scheduler and models, on the CPU
 	@$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/integration/sglang/test_sglang.py tests/integration/sglang/test_sglang_ranks.py tests/integration/sglang/test_sglang_adapters.py tests/integration/sglang/test_sglang_quantized.py $(ARGS)
+	@$(SGLANG_VENV)/bin/python -m pytest tests/unit/tensors/test_changes.py tests/unit/publishing/test_listed_changes.py $(ARGS) # its Triton runs kernels for GPUs here
 
 # NeMo-RL is in no package index: a checkout is needed. Its package `tests` would hide ours, so only
 # `nemo_rl` and `examples` of it are on the path. The environment holds what those of its modules import that the tests use.

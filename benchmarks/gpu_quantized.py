@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -140,9 +141,13 @@ def check_time(gigabytes, names):
 
 
 def offline(model, folder, quantize):
-    """Save ``model`` as a checkpoint in FP8 blocks, with vLLM's own cast."""
+    """Save ``model`` as a checkpoint in FP8 blocks, with the cast of vLLM, or of DeepGEMM beside SGLang."""
     from safetensors.torch import save_file
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    if find_spec("vllm"):
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+    else:
+        from deep_gemm.utils.math import per_block_cast_to_fp8
 
     model.save_pretrained(folder / "plain")
     config = json.loads((folder / "plain" / "config.json").read_text())

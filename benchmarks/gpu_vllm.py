@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN003, ANN201
 """Direct delivery into a real vLLM: ``python -m benchmarks.gpu_vllm tiny|moe|MODEL [--rounds N] [--ranks N] ...``.
 
 ``tiny``: a small random Qwen3 checkpoint, graphs captured, updates; prints one line of JSON that ``test_vllm_direct.py`` looks at.
-``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32.
+``moe``: the same with a mixture of experts, which Transformers packs, and a trainer that holds float32. With ``--balance now`` or
+``background`` vLLM's ranks share the experts out and move them while they serve (EPLB); the weights of every slot are looked at.
 ``MODEL``: a model of the GPU suite, shapes only; the time from pause to resume. vLLM has the first GPUs (``RANKS``, tensor
 parallel), and as many FSDP ranks of a trainer the last ones. With ``--format fp8-block`` or ``fp8-block-e8m0`` it quantizes
 projections; with ``--changed 0.01`` it publishes deltas of that share of changed words.
@@ -41,6 +42,11 @@ MOE = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+DENSE = {
+    **{name: value for name, value in MOE.items() if "expert" not in name and name not in ("mlp_only_layers", "norm_topk_prob")},
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 PROMPTS = [[(11 * row + 7 * column * (row + 2)) % 509 + 3 for column in range(40)] for row in range(48)]
 COUNT = 12
 CHOSEN = 4
@@ -61,7 +67,7 @@ def tiny(folder, moe=False):
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.bfloat16)
     model.save_pretrained(folder)
-    return model.to(f"cuda:{torch.cuda.device_count() - 1}")
+    return model.to(f"cuda:{torch.cuda.device_count() - 1}") if torch.cuda.is_available() else model
 
 
 def write_shapes(folder, tensors):
@@ -81,7 +87,8 @@ def shapes_only(folder, manifest, quantized=False):
     kinds = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e8m0fnu": ("F8_E8M0", 1)}
     write_shapes(folder, {spec.name: (kinds[spec.dtype][0], spec.shape, kinds[spec.dtype][1]) for spec in manifest})
     layers = {spec.name.split(".")[2] for spec in manifest if spec.name.startswith("model.layers.")}
-    config = {**MOE, "num_hidden_layers": len(layers)}
+    kind = MOE if any(".experts." in spec.name for spec in manifest) else DENSE
+    config = {**kind, "num_hidden_layers": len(layers)}
     if quantized:
         routers = [spec.name.removesuffix(".weight") for spec in manifest if spec.name.endswith("mlp.gate.weight")]
         config["quantization_config"] = {
@@ -125,7 +132,7 @@ def share_of_gpu(manifest, ranks):
 
 
 @contextmanager
-def vllm_joined(folder, share, server, ranks=1, transport=None, bucket_bytes=None):
+def vllm_joined(folder, share, server, ranks=1, transport=None, bucket_bytes=None, **options):
     """A vLLM that has joined, with its ``share`` of the GPU's memory if the checkpoint has only shapes."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
@@ -138,7 +145,7 @@ def vllm_joined(folder, share, server, ranks=1, transport=None, bucket_bytes=Non
         gpu_memory_utilization=share or 0.1, max_model_len=256, max_num_seqs=4, enforce_eager=False,
         tensor_parallel_size=ranks,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
+        weight_transfer_config=WeightTransferConfig(backend="weightsync"), **options,
     )  # fmt: skip
     started = time.perf_counter() - began
     began = time.perf_counter()
@@ -180,7 +187,44 @@ def installed(model):
     return {n: (p.data_ptr(), int(p.detach().flatten().view(torch.int16).long().sum())) for n, p in model.named_parameters()}
 
 
-def check_tiny(ranks, transport, moe=False):
+def balanced(how):
+    """Options of a vLLM whose ranks move their experts every few steps, all steps ``now`` or in the ``background``."""
+    if how is None:
+        return {}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # so that the workers can be asked for their slots
+    balancing = {"window_size": 4, "step_interval": 5, "num_redundant_experts": 2, "use_async": how == "background"}
+    return {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": balancing}
+
+
+def weighted(experts):
+    """A number for the bits of each expert, (E, ...) to E."""
+    bits = experts.detach().flatten(1).view(torch.int16).long()
+    return (bits * (torch.arange(bits.shape[1], device=bits.device) % 251 + 1)).sum(1).tolist()
+
+
+def slots(worker):
+    """Rows of layer, slot, its expert, and the bits of its two weights; runs in vLLM's worker, between steps."""
+    torch.cuda.synchronize()
+    runner = worker.model_runner
+    [state] = runner.eplb_state.model_states.values()
+    modules = [module for module in runner.get_model().modules() if type(module).__name__ == "RoutedExperts"]
+    rows = []
+    for layer, (module, experts) in enumerate(zip(modules, state.physical_to_logical_map.tolist(), strict=True)):
+        begin = worker.rank * len(module.w13_weight)
+        for slot, bits in enumerate(zip(weighted(module.w13_weight), weighted(module.w2_weight), strict=True), begin):
+            rows.append([layer, slot, experts[slot], *bits])
+    return rows
+
+
+def wrong_slots(llm, model):
+    """Which expert is in which slot, and the slots that do not hold the weights of their expert in ``model``."""
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    wanted = [list(zip(weighted(layer.gate_up_proj), weighted(layer.down_proj), strict=True)) for layer in layers]
+    rows = [row for rank in llm.collective_rpc(slots) for row in rank]
+    return [row[2] for row in rows], [row[:3] for row in rows if tuple(row[3:]) != wanted[row[0]][row[2]]]
+
+
+def check_tiny(ranks, transport, moe=False, balance=None):
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
@@ -189,7 +233,7 @@ def check_tiny(ranks, transport, moe=False):
         published, options = reference, {}
         if moe:
             published, options = copy.deepcopy(reference).float(), {"dtype": torch.bfloat16}
-        with vllm_joined(folder, 0.0, server, ranks, transport) as (llm, attached, seen):
+        with vllm_joined(folder, 0.0, server, ranks, transport, **balanced(balance)) as (llm, attached, seen):
             model, calls = torch.nn.Module(), []
             if ranks == 1:  # else it is in other processes
                 model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -215,6 +259,8 @@ def check_tiny(ranks, transport, moe=False):
                         "warm": warm, "cached": cached, "paused_ms": round(1000 * replica.paused_seconds, 2),
                         "in_place": places == {name: where for name, (where, _) in installed(model).items()},
                     })  # fmt: skip
+                    if balance:
+                        seen["updates"][-1] |= dict(zip(("experts", "wrong"), wrong_slots(llm, reference), strict=True))
                 seen |= {"loader_calls": calls}
                 if ranks > 1:
                     print("RESULT " + json.dumps(seen), flush=True)
@@ -278,9 +324,10 @@ def main():
     parser.add_argument("--transport")
     parser.add_argument("--format")
     parser.add_argument("--changed", type=float, default=1.0)
+    parser.add_argument("--balance", choices=("now", "background"))
     options = parser.parse_args()
     if options.model in ("tiny", "moe"):
-        check_tiny(options.ranks, options.transport, options.model == "moe")
+        check_tiny(options.ranks, options.transport, options.model == "moe", options.balance)
     else:
         measure(options.model, options.rounds, options.ranks, options.transport, options.format, options.changed)
 

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import httpx
 import torch
 
-__all__ = ["main", "save_tokenizer", "serving"]
+__all__ = ["main", "row_of", "save_tokenizer", "serving", "start_server", "timed", "until_healthy"]
 
 _SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -73,12 +73,11 @@ def _model(directory, dtype: torch.dtype, device):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
 
 
-@contextmanager
-def serving(directory: str, backend: str, port: int, environment: dict[str, str], more=()):
-    """Start vLLM's server on the first GPU, with ``more`` flags; yields its URL when it answers."""
+def start_server(directory, backend, port, environment, more=(), module=("vllm.entrypoints.openai.api_server",)):
+    """Start ``module``, vLLM's server by default, on the first GPU, with ``more`` flags. Its process leads a group."""
     gpu = torch.cuda.is_available()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--host", "127.0.0.1", "--port",
+        sys.executable, "-m", *module, "--model", str(directory), "--host", "127.0.0.1", "--port",
         str(port), "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
         "--max-logprobs", "-1", "--weight-transfer-config", json.dumps({"backend": backend}),
         *([] if gpu else ["--block-size", "32"]),
@@ -88,18 +87,30 @@ def serving(directory: str, backend: str, port: int, environment: dict[str, str]
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         **({"CUDA_VISIBLE_DEVICES": "0"} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}),
     }  # fmt: skip
-    process = subprocess.Popen(command, env={**os.environ, **defaults, **environment}, stdout=sys.stderr, start_new_session=True)
+    return subprocess.Popen(command, env={**os.environ, **defaults, **environment}, stdout=sys.stderr, start_new_session=True)
+
+
+def until_healthy(url, process=None, seconds=_START_SECONDS):
+    """Wait until a server answers. Ends this process if ``process`` ends before, or after ``seconds``."""
+    until, tick = time.monotonic() + seconds, threading.Event()
+    while True:
+        status = None if process is None else process.poll()
+        if status is not None or time.monotonic() > until:
+            raise SystemExit(f"vLLM's server did not start (exit status {status})")
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.HTTPError:
+            tick.wait(0.5)
+
+
+@contextmanager
+def serving(directory: str, backend: str, port: int, environment: dict[str, str], more=()):
+    """Start vLLM's server on the first GPU, with ``more`` flags; yields its URL when it answers."""
+    process, url = start_server(directory, backend, port, environment, more), f"http://127.0.0.1:{port}"
     try:
-        until, tick = time.monotonic() + _START_SECONDS, threading.Event()
-        while True:
-            if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"vLLM's server did not start (exit status {process.poll()})")
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == httpx.codes.OK:
-                    break
-            except httpx.HTTPError:
-                tick.wait(0.5)
-        yield f"http://127.0.0.1:{port}"
+        until_healthy(url, process)
+        yield url
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -114,7 +125,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _timed(call, model, updates: int):
+def timed(call, model, updates: int):
     """Milliseconds of each call, after another change of all weights, and what each returned."""
     times, results = [], []
     for number in range(updates + 1):
@@ -129,7 +140,8 @@ def _timed(call, model, updates: int):
     return times, results
 
 
-def _row(way: str, times, results) -> dict[str, object]:
+def row_of(way: str, times, results) -> dict[str, object]:
+    """A row of figures, of all updates but the first, and what the first took."""
     row = {
         "way": way, "first_ms": round(times[0], 1), "median_ms": round(statistics.median(times[1:]), 1),
         "lowest_ms": round(min(times[1:]), 1), "highest_ms": round(max(times[1:]), 1), "updates": len(times) - 1,
@@ -175,7 +187,7 @@ def _train(options) -> None:
         return None if options.own else generation._weightsync.result
 
     way = "TRL's own" if options.own else "TRL through weightsync"
-    print("ROW " + json.dumps(_row(way, *_timed(sync, generation.model, options.updates))), flush=True)
+    print("ROW " + json.dumps(row_of(way, *timed(sync, generation.model, options.updates))), flush=True)
     if options.own:
         return
     generation._weightsync.close()
@@ -183,7 +195,7 @@ def _train(options) -> None:
 
     with weightsync.Trainer(model, dtype=torch.bfloat16, pause_mode="keep", start_coordinator=False) as plain:
         plain.wait_for_replicas(timeout=60)
-        print("ROW " + json.dumps(_row("weightsync.Trainer", *_timed(plain.publish, model, options.updates))), flush=True)
+        print("ROW " + json.dumps(row_of("weightsync.Trainer", *timed(plain.publish, model, options.updates))), flush=True)
 
 
 def main(arguments=None) -> int:

@@ -85,13 +85,11 @@ class _GpuTrainerRank:
         return {"seconds": time.perf_counter() - started, "live": self._trainer._role.live}
 
     def change(self, version: int) -> None:
-        """Fill all weights with random bits, or change some of the published words."""
+        """Fill all weights with random numbers that a model can compute with, or change some of the published words."""
         torch.manual_seed(version * 1000 + self._rank)
         for part in self._local:
             if version == 0 or self._changed == 1:
-                words = part.view(torch.int16).random_(-32768, 32767)
-                if self._quantize:
-                    words &= 0xBFFF - 0x10000  # the numbers between -2 and 2
+                part.view(torch.int16).random_(-32768, 32767).bitwise_and_(0xBFFF - 0x10000)  # the numbers between -2 and 2
                 continue
             words = part.view(torch.int32 if part.itemsize == 4 else torch.int16)
             some = torch.rand(words.shape, device=words.device) < self._changed

@@ -259,6 +259,7 @@ class _Demo:
             processes = [self.family.children[name].process.pid for name in self.supervisor.replicas]
             pages = sum(int(Path(f"/proc/{process}/statm").read_text().split()[1]) for process in processes)
             self.record.resident.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
+            self.view.say(f"the replicas' processes hold {self.record.resident[-1]:,} MiB")
 
     async def _publish_all(self, traffic: Traffic | None) -> None:
         """Each version when its checkpoint is there and the last one's probes were answered."""

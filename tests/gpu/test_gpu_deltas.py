@@ -10,6 +10,7 @@ import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far
 from tests.integration.rounds.test_deltas import gate, only  # noqa: F401 - one is a fixture
+from tests.integration.rounds.test_some_tensors import Loader
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
@@ -66,16 +67,17 @@ def test_only_what_changed_moves_from_parameters_in_place(joined: Joined, transp
     publishes_what_changes(trainer, source, target, whole.nbytes)
 
 
-class Opaque(ModuleAdapter):
-    """Its loader takes buckets on the device, and its parameters cannot be read again: digests are those of the buckets."""
+class OnDevice(Loader):
+    """Has a loader that takes buckets on the device, and nothing else: digests are those of the buckets."""
 
-    loads_late = True
+    def device(self) -> torch.device | None:
+        return self._inner.device()
 
 
-@pytest.mark.parametrize("adapter", [ModuleAdapter, Opaque])
+@pytest.mark.parametrize("adapter", [ModuleAdapter, OnDevice])
 @pytest.mark.parametrize("buckets", [1, 2])
 def test_tensors_that_changed_are_streamed_through_buckets_on_the_device(
-    joined: Joined, adapter: type[ModuleAdapter], buckets: int
+    joined: Joined, adapter: type[ModuleAdapter] | type[OnDevice], buckets: int
 ) -> None:
     source, target = models()
     trainer = joined.trainer(source, deltas=True, transports=["cuda_ipc"])
@@ -86,7 +88,7 @@ def test_tensors_that_changed_are_streamed_through_buckets_on_the_device(
         with torch.no_grad():
             parameter.add_(1)
         changed = only(trainer)
-        verified = "received" if adapter is Opaque else "installed"
+        verified = "received" if adapter is OnDevice else "installed"
         assert (changed.base, changed.verified, changed.nbytes) == (number - 1, verified, parameter.nbytes), name
         assert fingerprint(source) == fingerprint(target)
 
@@ -190,5 +192,39 @@ def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: 
     assert fingerprint(target) == before
     assert engine.serving is not None and engine.serving.number == 1
     step(source)
-    assert only(trainer).error is None
+    replica = only(trainer)
+    assert (replica.error, replica.base) == (None, 1)  # what changed in both versions, in one step
     assert fingerprint(source) == fingerprint(target)
+
+
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("kept", ["in place", "copied", "on the host"])
+def test_a_replica_that_missed_versions_gets_all_changes_since_its_own(
+    joined: Joined, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kept == "on the host":
+        answers = iter(["the GPU is full", None])
+        monkeypatch.setattr(published_shards, "room_for_copy", lambda nbytes, device: next(answers))
+    source, target = models()
+    if kept == "copied":
+        source, target = source.float(), target.bfloat16()
+    trainer = joined.trainer(source, deltas=True, dtype=torch.bfloat16 if kept == "copied" else None)
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    only(trainer)
+
+    def fail(name: str) -> None:
+        if name == "engine.move":
+            raise OSError("the disk of this test is full")
+
+    for missed in (1, 3):
+        failpoints.install(fail)
+        for _ in range(missed):
+            step(source)
+            assert only(trainer).state == "loaded"
+        failpoints.install(lambda name: None)
+        step(source)
+        replica = only(trainer)
+        assert replica.version is not None
+        assert (replica.error, replica.verified, replica.base) == (None, "installed", replica.version - missed - 1)
+        assert all(torch.equal(a.to(b.dtype).cpu(), b.cpu()) for a, b in zip(source.parameters(), target.parameters(), strict=True))

@@ -22,18 +22,19 @@ pytestmark = [
 ]
 
 
-def _updated(ranks: int, transport: str, model: str = "tiny") -> dict[str, Any]:
+def _updated(ranks: int, transport: str, model: str = "tiny", *options: str) -> dict[str, Any]:
     """What three updates of a tiny model did, the third with the weights of the second."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_vllm", model, "--ranks", str(ranks), "--transport", transport],
+        [sys.executable, "-m", "benchmarks.gpu_vllm", model, "--ranks", str(ranks), "--transport", transport, *options],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     results = [line.removeprefix("RESULT ") for line in process.stdout.splitlines() if line.startswith("RESULT ")]
     assert process.returncode == 0, process.stdout[-4000:]
     assert results, process.stdout[-4000:]
     seen: dict[str, Any] = json.loads(results[0])
-    assert seen["before"] == seen["wanted"]  # vLLM and Transformers agree at all, also after the trial
+    if not options:
+        assert seen["before"] == seen["wanted"]  # vLLM and Transformers agree at all, also after the trial
     assert len(seen["updates"]) == 3, seen
     for update in seen["updates"]:
         assert (update["delivery"], update["transports"], update["verified"]) == ("direct", [transport], "installed"), update
@@ -59,3 +60,11 @@ def test_updates_give_transformers_tokens_with_graphs_captured_before(model: str
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_two_tensor_parallel_ranks_give_the_same(transport: str) -> None:
     _updated(2, transport)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("how", ["now", "background"])
+def test_experts_that_move_between_two_ranks_hold_what_was_published(how: str) -> None:
+    seen = _updated(2, "cuda_ipc", "moe", "--balance", how)
+    assert [update["wrong"] for update in seen["updates"]] == [[], [], []]
+    assert len({tuple(update["experts"]) for update in seen["updates"]}) > 1, seen  # or nothing moved

@@ -498,6 +498,10 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_file_is_what_a_run_has_written() -> None:
+    assert not [_where(path) for path in _tracked() if path.stat().st_size > 500_000 or path.suffix in (".safetensors", ".bin")]
+
+
 def test_constraints_pin_everything_exactly() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert lines

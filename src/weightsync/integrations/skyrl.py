@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -21,15 +22,25 @@ NAME = "skyrl_nccl"
 
 
 class SkyRLTrainerEngine(WeightsyncTrainerEngine):
-    """Publishes what SkyRL's ``WeightSource`` yields. The environment names the coordinator; SkyRL's NCCL address is unused."""
+    """Publishes the shards of the model of SkyRL's ``FsdpWeightSource``, or what another ``WeightSource`` yields.
+
+    The environment names the coordinator; SkyRL's NCCL address is unused.
+    """
 
     skyrl_handles_prefix_cache_reset: ClassVar[bool] = True
     """A round drops the cache itself."""
     skyrl_force_disable_expandable_segments: ClassVar[bool] = False
-    """Weights are copied to host memory."""
+    """What other processes map is not allocated by torch in a send."""
     skyrl_empty_cache_after_send: ClassVar[bool] = True
     skyrl_draft_source: WeightSource | None = None
     """SkyRL assigns it. See :meth:`send_weights`."""
+
+    @staticmethod
+    def _live(source: Any) -> tuple[torch.nn.Module | None, torch.dtype | None]:  # noqa: ANN401 - vLLM's or SkyRL's
+        # Its subclass for sharded RDT and its FP8 wrapper yield other tensors than the model has. A prefix renames them.
+        if type(source).__name__ == "FsdpWeightSource" and not source.weight_prefix:
+            return source.model, source._dtype
+        return WeightsyncTrainerEngine._live(source)
 
     @classmethod
     def trainer_init(

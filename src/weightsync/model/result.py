@@ -145,11 +145,13 @@ class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         failed = few(map(_failure, self.missed), _SHOWN, "; ")
         changed = "" if self.changed is None else f" ({100 * self.changed:.3g} % of the words changed)"
+        bases = sorted({replica.base for replica in updated if replica.base is not None})
+        since = f" of changes since version {few(map(str, bases), _SHOWN)}" if bases else ""
         rate = f" ({self.gigabytes_per_second:.2f} GB/s)" if self.nbytes >= _MEGABYTE else ""
         return "\n".join(
             (
                 f"round {self.round}, version {self.version}{changed}: {'ok' if self.ok else 'failed'}, {len(updated)} of "
-                f"{len(self.replicas)} replicas, {_size(self.nbytes)} in {self.seconds:.3f} s{rate}, "
+                f"{len(self.replicas)} replicas, {_size(self.nbytes)}{since} in {self.seconds:.3f} s{rate}, "
                 f"longest pause {milliseconds(self.longest_pause)}{f', slowest: {self.slowest}' if self.slowest else ''}",
                 f"  updated: {'; '.join(verified) or 'none'}",
                 f"  not updated: {failed or 'none'}",

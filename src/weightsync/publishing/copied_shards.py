@@ -302,16 +302,8 @@ class HostPublisher:
         return torch.from_numpy(bytes_at(int(self._targets[row]), size)).view(self._dtype(row)).view(shape)
 
 
-_LEFT_BYTES = 1 << 30  # of a device's memory: for the trainer
-PART_BYTES = 1 << 29  # converted at a time, where the version before is kept
-
-
-def room_for_copy(nbytes: int, device: torch.device) -> str | None:
-    """Why ``device`` has no room for a copy of ``nbytes``, or ``None`` if it has."""
-    free, _ = torch.cuda.mem_get_info(device)
-    if free >= nbytes + _LEFT_BYTES:
-        return None
-    return f"{device} has {free:,} bytes free, and a copy of this rank's shards takes {nbytes:,} and leaves {_LEFT_BYTES:,}"
+PART_BYTES = 1 << 29
+"""Converted at a time, where the version before is kept."""
 
 
 class DeviceCopy:

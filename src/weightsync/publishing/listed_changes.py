@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +16,7 @@ from weightsync.errors import ConfigurationError, SharedMemoryTooSmall
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import ChangedWords
 from weightsync.tensors.changes import Sections, Step, find, unite
-from weightsync.tensors.cuda.changes import ChangeFinder
+from weightsync.tensors.cuda.changes import ChangeFinder, DeviceStep
 from weightsync.transports.host.memory import available_bytes
 
 _LINE = 64
@@ -23,11 +26,14 @@ _MOST_STEPS = 32  # that are remembered, if they fit in as much memory as lists 
 _SHARE, _DEVICE_SHARE = 4, 8  # lists take at most this part of the shards' bytes, unless a number says otherwise
 
 
+AnyStep = TypeVar("AnyStep", Step, DeviceStep)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-class ListedChanges:
+class ListedChanges(Generic[AnyStep]):
     """Where the changes of shards of ``layout`` are listed: in ``region``, from byte ``offset`` on, up to :attr:`end`.
 
     There are the sections, then the counts, then the lists, see :mod:`weightsync.tensors.changes`. ``most`` are the most bytes that
@@ -50,6 +56,8 @@ class ListedChanges:
         self._payload = self._counts + MOST_BASES * self._counts_each
         self.end = _aligned(self._payload + min(room, self.nbytes + 4 * self.sections.blocks))
         """Bytes of the region."""
+        self._steps: deque[tuple[tuple[int, int], AnyStep]] = deque()
+        self._past: deque[tuple[tuple[int, int], AnyStep]] = deque()
         self.wanted: tuple[int, ...] = ()
         """Numbers of versions whose changes up to the next one are wanted, beside those since the last one."""
         self._order: tuple[int, int] | None = None
@@ -61,6 +69,32 @@ class ListedChanges:
     def begin(self) -> None:
         """The words of the version before are about to be compared and replaced. :meth:`placed` must follow, if that succeeds."""
         self._base, self._order, self.changed, self._listed = self._order, None, (), []
+        self._past, self._steps = self._steps, deque()
+
+    @property
+    def history(self) -> tuple[tuple[int, int], ...]:
+        """Versions from which this one can be reached, the oldest first."""
+        return tuple(base for base, _ in self._steps)
+
+    def _remember(self, base: tuple[int, int], step: AnyStep) -> None:
+        """Keep the step from ``base`` to this version, and those before it, in as much memory as lists may take."""
+        steps = self._past
+        steps.append((base, step))
+        while sum(step.nbytes for _, step in steps) > self.end - self._payload or len(steps) > _MOST_STEPS:
+            steps.popleft()
+        self._steps = steps
+
+    def _list_wanted(self, used: int, unite_to: Callable[[Sequence[AnyStep], int, int], int | None]) -> None:
+        """List what changed since the wanted versions too, as far as there is room behind ``used`` units.
+
+        ``unite_to`` lists steps, with the counts at a number and the lists from a unit on, and returns the units of these.
+        """
+        bases = self.history
+        for index, base in enumerate(bases[:-1]):
+            if base[1] in self.wanted and base[0] == bases[-1][0] and len(self._listed) < MOST_BASES:
+                units = unite_to([step for _, step in list(self._steps)[index:]], len(self._listed), used)
+                if units is not None:
+                    used = self.listed(base, units)
 
     def listed(self, base: tuple[int, int], units: int) -> int:
         """Lists of so many 4-byte units lead from ``base`` to this version. Returns the units that all lists take."""
@@ -100,19 +134,13 @@ def _rows(layout: Layout) -> Int64:
     return rows
 
 
-class HostLists(ListedChanges):
+class HostLists(ListedChanges[Step]):
     """Changes of shards in a region of host memory, listed behind them. Keeps the version before: as much memory as the shards."""
 
     def __init__(self, manifest: Manifest, layout: Layout, most: bool | int) -> None:
         self._shards = sum(layout.regions)
         super().__init__(manifest, layout, most, 0, _aligned(self._shards))
         self._before: Bytes | None = None
-        self._steps: deque[tuple[tuple[int, int], Step]] = deque()
-
-    @property
-    def history(self) -> tuple[tuple[int, int], ...]:
-        """Versions from which this one can be reached, the oldest first."""
-        return tuple(base for base, _ in self._steps)
 
     def update(self, region: Bytes, stop: Int8) -> None:
         """List the changes of what is in ``region`` (``uint8[end]``) now.
@@ -122,7 +150,7 @@ class HostLists(ListedChanges):
             SharedMemoryTooSmall: There is no memory for the words before.
         """
         self.begin()
-        shards, steps, self._steps = region[: self._shards], self._steps, deque()
+        shards = region[: self._shards]
         if self._before is None:
             free = available_bytes()
             if free is not None and free < self._shards:
@@ -140,30 +168,19 @@ class HostLists(ListedChanges):
             if units is None:
                 self._before[:] = shards
                 return
-            used = self.listed(self._base, units)
-            steps.append((self._base, Step(counts.copy(), payload[:units].copy())))
-            while sum(step.nbytes for _, step in steps) > payload.nbytes or len(steps) > _MOST_STEPS:
-                steps.popleft()
-            self._steps = steps
-            self._unite(region, payload, used, stop)
+            self._remember(self._base, Step(counts.copy(), payload[:units].copy()))
+            self._list_wanted(self.listed(self._base, units), partial(self._unite, region, payload, stop))
 
     def _counts_at(self, region: Bytes, index: int) -> UInt16:
         first = self._counts + index * self._counts_each
         return region[first : first + 2 * self.sections.blocks].view(np.uint16)
 
-    def _unite(self, region: Bytes, payload: UInt32, used: int, stop: Int8) -> None:
-        """List what changed since the wanted versions too, as far as there is room."""
-        bases = [base for base, _ in self._steps]
-        for index, base in enumerate(bases[:-1]):
-            if base[1] in self.wanted and base[0] == bases[-1][0] and len(self._listed) < MOST_BASES:
-                steps = [step for _, step in list(self._steps)[index:]]
-                counts = self._counts_at(region, len(self._listed))
-                units = unite(self.sections, self.sections.offset + region.ctypes.data, steps, counts, payload[used:], stop)
-                if units is not None:
-                    used = self.listed(base, units)
+    def _unite(self, region: Bytes, payload: UInt32, stop: Int8, steps: Sequence[Step], index: int, used: int) -> int | None:
+        where = self.sections.offset + region.ctypes.data
+        return unite(self.sections, where, steps, self._counts_at(region, index), payload[used:], stop)
 
 
-class DeviceLists(ListedChanges):
+class DeviceLists(ListedChanges[DeviceStep]):
     """Changes of shards in memory of a CUDA ``device``. Whoever has the memory of the lists calls :meth:`use` first."""
 
     def __init__(
@@ -173,6 +190,7 @@ class DeviceLists(ListedChanges):
         self._device = device
         self._memory: torch.Tensor
         self._finder: ChangeFinder
+        self._values: Int64
 
     @property
     def working_bytes(self) -> int:
@@ -182,21 +200,37 @@ class DeviceLists(ListedChanges):
     def use(self, memory: torch.Tensor, *, on_host: bool = False) -> None:
         """List in the region ``memory`` (``uint8``), on the device; ``on_host``: the version before is in host memory."""
         self._memory, self._finder = memory, ChangeFinder(self.sections, self._device, on_host=on_host)
+        self._on_host = on_host
         content = np.frombuffer(self.sections.to_bytes(), np.uint8).copy()
         memory[self._start : self._start + len(content)] = torch.from_numpy(content).to(memory.device)
 
     def start(self, before: Int64, now: Int64) -> None:
         """Begin to compare the sections, which lie at these addresses."""
         self.begin()
-        counts = self._memory[self._counts : self._counts + 2 * self.sections.blocks]
-        self._finder.begin(before, now, counts, self._memory[self._payload : self.end])
+        self._values = now if self._on_host else before  # once they are compared, both are the new version's
+        self._finder.begin(before, now, *self._lists_at(0, 0))
+
+    def _lists_at(self, index: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self._counts + index * self._counts_each
+        return self._memory[first : first + 2 * self.sections.blocks], self._memory[self._payload + 4 * used : self.end]
 
     def launch(self, first: int, last: int) -> None:
         """Compare the sections ``first <= i < last``, on the device's current stream, and make what was before equal."""
         self._finder.launch(first, last)
 
     def finish(self, deadline: Deadline) -> None:
-        """Wait for all that was launched."""
+        """Wait for all that was launched, and list what changed since the wanted versions.
+
+        They are remembered where the device has room for another copy of the lists.
+        """
         units, self._changed = self._finder.end(deadline)
-        if units is not None and self._base is not None:
-            self.listed(self._base, units)
+        if units is None or self._base is None:
+            return
+        used = self.listed(self._base, units)
+        step = self._finder.step(units)
+        if step is not None:
+            self._remember(self._base, step)
+            self._list_wanted(used, partial(self._unite, deadline))
+
+    def _unite(self, deadline: Deadline, steps: Sequence[DeviceStep], index: int, used: int) -> int | None:
+        return self._finder.unite(steps, self._values, *self._lists_at(index, used), deadline)

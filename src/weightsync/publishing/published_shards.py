@@ -22,15 +22,23 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, LayoutError, TransportUnavailable
 from weightsync.model import Layout, Manifest
 from weightsync.protocol.tokens import is_loopback
-from weightsync.publishing.copied_shards import PART_BYTES, DeviceCopy, HostPublisher, room_for_copy
-from weightsync.publishing.listed_changes import DeviceLists, HostLists, ListedChanges
+from weightsync.publishing.copied_shards import PART_BYTES, DeviceCopy, HostPublisher
+from weightsync.publishing.listed_changes import DeviceLists, HostLists
 from weightsync.publishing.publication import Publication, ReaderAccess
 from weightsync.spans import span
 from weightsync.tensors.changes import Sections
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.tensors.cuda.copies import TileCopy
 from weightsync.tensors.cuda.waiting import wait_until_idle
-from weightsync.tensors.device_memory import DeviceDigest, Form, device_of, forms_of, layout_by_shard, wait_for_devices
+from weightsync.tensors.device_memory import (
+    DeviceDigest,
+    Form,
+    device_of,
+    forms_of,
+    layout_by_shard,
+    room_for_copy,
+    wait_for_devices,
+)
 from weightsync.tensors.digest import DigestConstants, digest_rows
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.quantization import AllMax, ChooseFormats, QuantizedShards
@@ -295,7 +303,7 @@ class PublishedShards(Publication):
     ) -> None:
         super().__init__(access)
         self._deltas, transports = options.deltas, access.transports
-        self.changes: ListedChanges | None = None
+        self.changes: HostLists | DeviceLists | None = None
         """What lists the changes from one version to the next, if ``deltas`` asks for it and there is memory."""
         followed = FollowedShards(state, dtype=options.dtype, include_buffers=options.include_buffers)
         self.manifest, shards = followed.now()

@@ -125,3 +125,14 @@ def digest_sums(manifest: Manifest, shards: Sequence[Shard], deadline: Deadline)
         rows = digest_memory(manifest, layout, addresses)
     np.add.at(sums, layout.tensor, rows)
     return sums
+
+
+_LEFT_BYTES = 1 << 30  # of a device's memory: for the trainer
+
+
+def room_for_copy(nbytes: int, device: torch.device) -> str | None:
+    """Why ``device`` has no room for a copy of ``nbytes``, or ``None`` if it has."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if free >= nbytes + _LEFT_BYTES:
+        return None
+    return f"{device} has {free:,} bytes free, and a copy of this rank's shards takes {nbytes:,} and leaves {_LEFT_BYTES:,}"

@@ -204,10 +204,13 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
         made.normal_(generator=generator)
         # Scales that are powers of two are processed in another way than others, so there are both.
         return torch.where(made > 0, made.round().exp2(), made) if dtype is torch.float32 else made
+    if not dtype.is_floating_point and dtype is not torch.bool and len(shape) > 1:  # packed weights
+        made.view(torch.uint8).random_(generator=generator)
+        return made
     lowest, above = (112, 132) if dtype is torch.float8_e8m0fnu else (0, 256) if dtype.is_floating_point else (0, 2)
     bits = torch.randint(lowest, above, shape, dtype=torch.uint8, generator=generator, device=generator.device)
     if not dtype.is_floating_point:
-        return made.copy_(bits)
+        return made.copy_(bits)  # shapes and orders, which count and point
     if dtype is not torch.float8_e8m0fnu:
         if len(shape) > 1:
             bits[..., : shape[-2] // 3, :] &= 191  # small values: not all blocks have the largest one

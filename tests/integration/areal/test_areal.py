@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("areal", reason="AReaL is not installed here: make areal-test")
 
 from tests.integration.policy_run import FailingAdapter, PolicyRun
+from tests.integration.server.service_support import free_port
 
 from weightsync.integrations.__main__ import main as check_installation
 
@@ -56,6 +58,22 @@ def test_updates_that_are_not_of_a_whole_model_over_the_network_are_refused(run:
         assert report["disk"]["error"] == report["error"] == "ConfigurationError"
         assert "actor.weight_update_mode=xccl" in report["disk"]["message"]
         assert "actor.use_lora=false" in report["message"]
+
+
+def test_the_benchmark_of_doors_runs(run: PolicyRun) -> None:
+    engine, _ = run.serve("vllm-0")
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    child = run.run(
+        "-m", "benchmarks.gpu_doors", "areal", "--train", "--rounds", "1", "--no-own", "--directory", run.folder,
+        HF_HUB_OFFLINE="1", **rank,
+    )  # fmt: skip
+    assert child.exit_code(200) == 0, child.printed[-4000:]
+    rows = [json.loads(line) for line in child.printed.splitlines() if line.startswith("{")]
+    assert [row["way"] for row in rows] == ["AReaL through weightsync", "weightsync.Trainer"]
+    for row in rows:
+        assert (row["verified"], row["updates"]) == ("installed", 1)
+        assert 0 < row["paused_ms"] <= row["median_ms"]
+    assert engine.serving is not None
 
 
 def test_enable_replaces_the_actor_that_areals_trainer_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from tests.gpu.test_sglang_direct import check_updates, outcome
 from tests.integration.sglang.sglang_scheduler import (
     WITHOUT_SGLANG,
     RunningScheduler,
@@ -193,9 +194,19 @@ def test_another_client_does_not_continue_a_paused_engine_and_a_grammar_does_not
     assert len(running.output(name)[0]) == 8
 
 
+@pytest.mark.rare
+def test_sglangs_own_engine_and_its_processes_on_this_cpu() -> None:
+    """What ``test_sglang_direct.py`` holds on a GPU: Transformers' tokens, and the checksum of SGLang's own loading."""
+    check_updates(outcome("tests.integration.sglang.sglang_engine"), "direct", "shared_memory")
+
+
 def test_the_settings_that_are_refused_are_settings_of_sglang(served: _Served) -> None:
     assert refusals._SETTINGS.keys() <= set(served.running.scheduler.server_args.__struct_fields__)
     assert refusals.why_refused(served.running.scheduler) is None
+    layer = next(each for each in served.running.scheduler.tp_worker.model_runner.model.modules() if hasattr(each, "quant_method"))
+    layer.quant_method.w13_swiglu_interleaved = True  # as experts have it with SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED on a GPU
+    assert "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED" in str(refusals.why_refused(served.running.scheduler))
+    del layer.quant_method.w13_swiglu_interleaved
 
 
 def test_the_rows_that_sglang_pads_are_zeros_after_a_load_and_no_tokens(served: _Served) -> None:

@@ -305,18 +305,36 @@ def test_whole_tensors_come_from_shards_where_the_user_wants_that(both: Both) ->
     both.update(21)
 
 
-def test_the_benchmark_on_gpus_measures_such_updates(both: Both) -> None:
+def test_the_benchmark_on_gpus_measures_such_updates_and_the_library_alone(both: Both) -> None:
     def last_round() -> Any:
         with Client(ClientSettings.load(coordinator=both.sends.meeting.coordinator)) as client:
             return msgspec.structs.replace(client.status().rounds[-1], step=step)
 
     step = 1
     found = BENCHMARK.measure(both.update, lambda seed: None, step, last_round)
-    assert found[0]["verified"] == ["installed"]
-    assert found[0]["call"] > found[0]["round"] > 0
-    lines = BENCHMARK.table({"weightsync": found, "nccl": [{"call": 2.0}]}).splitlines()
-    assert [line.split()[0] for line in lines] == ["backend", "weightsync", "nccl"]
+    alone = BENCHMARK.library(both.sends, both.actor.engine, both.handle, 2)
+    assert both.holds(34), "its second update brings 2 + 32"
+    for row in (found[0], *alone):
+        assert row["verified"] == ["installed"]
+        assert row["call"] > row["round"] > 0
+    lines = BENCHMARK.table({"weightsync": found, "library": alone, "nccl": [{"call": 2.0}]}).splitlines()
+    assert [line.split()[0] for line in lines] == ["backend", "weightsync", "library", "nccl"]
     assert lines[1].endswith("installed")
+    both.sends._number = None  # the library has gone on with the versions
+    both.update(35)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "ranks"),
+    [("separated moe bf16", "fsdp2", 1), ("colocated dense --gpus 2 --strategy megatron", "megatron", 2)],
+)
+def test_verl_takes_the_benchmarks_configuration(both: Both, given: str, strategy: str, ranks: int) -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = BENCHMARK.configured(BENCHMARK.arguments(given.split()), both.path)
+    actor, rollout = omega_conf_to_dataclass(config.actor), omega_conf_to_dataclass(config.rollout)
+    assert (actor.strategy, rollout.tensor_model_parallel_size) == (strategy, ranks)
+    assert (strategy == "megatron") == hasattr(actor.engine, "vanilla_mbridge")
 
 
 def test_colocated_ranks_agree_among_themselves(both: Both) -> None:

@@ -243,6 +243,8 @@ def test_a_result_reads_as_three_lines() -> None:
     first, second, third = str(result).splitlines()
     assert first == "round 3, version run@7: ok, 2 of 3 replicas, 30.0 MB in 0.250 s (0.12 GB/s), longest pause 0.0 ms"
     assert ": ok, 2 of 3 replicas, 2,720 bytes in 0.250 s, longest" in str(msgspec.structs.replace(result, nbytes=2720))
+    listed = msgspec.structs.replace(result, replicas=(msgspec.structs.replace(replicas[0], base=6), *replicas[1:]))
+    assert ", 30.0 MB of changes since version 6 in 0.250 s (" in str(listed)
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second
     assert third == "  not updated: odd (refused: first; second)"

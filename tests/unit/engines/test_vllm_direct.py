@@ -160,6 +160,28 @@ def test_what_loading_does_besides_copying_is_noticed_and_undone(trick: str, rea
     assert all(one is None or not one.any() for one in folded)
 
 
+class Packed(nn.Module):
+    """Packed integers, of which processing after loading keeps the lowest bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.zeros(WIDE, WIDE, dtype=torch.int32), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.packed.data.copy_(tensor)
+
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]], layers: Collection[str] = ()) -> None:
+        self.load_weights(tensors)
+        self.packed.data &= 1
+
+
+def test_packed_integers_of_a_trial_have_all_bits() -> None:
+    model, packed = Packed(), Manifest([TensorSpec("packed", (WIDE, WIDE), "int32")])
+    traced = trace_loader(model.load_weights, model, packed)
+    assert "does more than copy packed" in str(try_against(model, traced, traced.shards(model), model.reload))
+
+
 @pytest.mark.parametrize("nbytes", [1, 100, 300, 1 << 30])
 def test_batches_hold_whole_layers_and_every_tensor_once(nbytes: int) -> None:
     model = Engine()

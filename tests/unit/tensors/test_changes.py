@@ -30,7 +30,7 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, HostChanges, PlannedChanges, Sections, Step, find, unite
 from weightsync.tensors.copies import copy_tiles
 from weightsync.tensors.copy_table import CopyTable, tiles_of
-from weightsync.tensors.cuda.changes import ChangeFinder, ChangeTables, DeviceChanges
+from weightsync.tensors.cuda.changes import ChangeFinder, ChangeTables, DeviceChanges, DeviceStep
 from weightsync.tensors.digest import digest_rows
 from weightsync.tensors.memory_layout import layout_in_place, packed_layout
 from weightsync.tensors.shards import Shard, shard, torch_dtype
@@ -109,6 +109,7 @@ class Region:
         self.counts = np.zeros(self.sections.blocks, np.uint16)
         self.payload = np.zeros(room, np.uint32)
         self.changed = np.zeros(len(self.sections), np.int64)
+        self.step: DeviceStep | None = None
 
     def change(self, seed: int, share: float) -> None:
         draw = np.random.default_rng(seed)
@@ -127,12 +128,28 @@ class Region:
         counts = torch.zeros(2 * len(self.counts), dtype=torch.uint8, device=GPU)
         payload = torch.zeros(4 * len(self.payload), dtype=torch.uint8, device=GPU)
         finder = ChangeFinder(sections, GPU, on_host=on_host, chunk_blocks=3)
-        finder.begin(sections.offset + before.data_ptr(), sections.offset + now.data_ptr() + offset, counts, payload)
+        self.memory, self.finder = now[offset : offset + self.nbytes], finder
+        finder.begin(sections.offset + before.data_ptr(), sections.offset + self.memory.data_ptr(), counts, payload)
         finder.launch(0, 2)
         finder.launch(2, len(sections))
         units, self.changed = finder.end(soon())
+        self.step = finder.step(units or 0)
         self.before, self.counts = before.cpu(), counts.cpu().numpy().view(np.uint16)
         self.payload = payload.cpu().numpy().view(np.uint32)
+        return units
+
+    def unite(self, steps: list[Step | DeviceStep], room: int, stop: npt.NDArray[np.int8] = NEVER) -> int | None:
+        """List what changed in any of ``steps``, in ``room`` units."""
+        offsets, payload = self.sections.offset, np.zeros(room, np.uint32)
+        if self.kind == "host":
+            ours = [step for step in steps if isinstance(step, Step)]
+            units = unite(self.sections, offsets + self.now.data_ptr(), ours, self.counts, payload, stop)
+        else:
+            theirs = [step for step in steps if isinstance(step, DeviceStep)]
+            counts, lists = (torch.from_numpy(memory.view(np.uint8)).to(GPU) for memory in (self.counts, payload))
+            units = self.finder.unite(theirs, offsets + self.memory.data_ptr(), counts, lists, soon())
+            self.counts, payload = counts.cpu().numpy().view(np.uint16), lists.cpu().numpy().view(np.uint32)
+        self.payload = payload
         return units
 
     def target(self, rank: int, ranks: int, dim: int, *, swapped: bool, base: torch.Tensor, total: int) -> Target:
@@ -269,21 +286,25 @@ def test_a_list_that_finds_no_room_is_no_list(kind: str) -> None:
     assert region.find() is None
 
 
+@pytest.mark.timeout(400)  # the interpreter is slow
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [(0.01, 0.01), (0.01, 0.0, 0.3), (0.001, 0.6, 0.001), (1.0, 0.01)])
-def test_steps_are_united_to_one_with_the_values_of_the_last(shares: tuple[float, ...]) -> None:
-    region = Region(0)
+def test_steps_are_united_to_one_with_the_values_of_the_last(kind: str, shares: tuple[float, ...]) -> None:
+    region = Region(0, kind)
     old = region.before.clone()
-    steps, seen = [], []
+    steps: list[Step | DeviceStep] = []
+    seen = []
     for number, share in enumerate(shares):
         region.change(number, share)
         if number == 1:
             region.now.numpy()[region.layout.offset[1] :][:2] = old.numpy()[region.layout.offset[1] :][:2]  # as it was at first
-        used = region.find()
+        used = region.find(4 * number)
         assert used is not None
-        steps.append(Step(region.counts.copy(), region.payload[:used].copy()))
+        step = Step(region.counts.copy(), region.payload[:used].copy()) if kind == "host" else region.step
+        assert step is not None
+        steps.append(step)
         seen.append(region.counts.astype(int))
-    now = region.sections.offset + region.now.data_ptr()
-    used = unite(region.sections, now, steps, region.counts, region.payload, NEVER)
+    used = region.unite(steps, len(region.payload))
     assert used is not None
     assert np.all(region.counts >= np.max(seen, axis=0))
     target = region.target(0, 2, 0, swapped=False, base=old, total=used)
@@ -292,9 +313,10 @@ def test_steps_are_united_to_one_with_the_values_of_the_last(shares: tuple[float
     target.changes.predict(digests, NEVER, soon())
     target.changes.apply(target.digests(), NEVER, soon())
     assert target.bytes() == fresh.bytes() and np.array_equal(digests, fresh.digests())
-    assert unite(region.sections, now, steps, region.counts, region.payload[:10], NEVER) is None
-    with pytest.raises(Aborted):
-        unite(region.sections, now, steps, region.counts, region.payload, np.ones(1, np.int8))
+    assert region.unite(steps, 10) is None
+    if kind == "host":
+        with pytest.raises(Aborted):
+            region.unite(steps, len(region.payload), np.ones(1, np.int8))
 
 
 def test_a_search_that_is_stopped_raises() -> None:

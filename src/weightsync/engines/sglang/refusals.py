@@ -64,11 +64,12 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
     if scheduler.request_receiver.input_blocker is not None:
         return "SGLANG_ENABLE_COLOCATED_BATCH_GEN is set: SGLang holds requests back, and so a pause"
     runner = scheduler.tp_worker.model_runner
-    device = next(runner.model.parameters()).device.type
-    if device not in ("cuda", "cpu"):
+    if (device := next(runner.model.parameters()).device.type) not in ("cuda", "cpu"):
         return f"the model is on the device {device}: only CUDA, ROCm and the CPU are supported"
     if runner.model_config.quantization is not None and (why := why_not(runner, arguments)) is not None:
         return why
+    if any(getattr(getattr(layer, "quant_method", None), "w13_swiglu_interleaved", False) for layer in runner.model.modules()):
+        return "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set: SGLang would reorder rows of all experts again whenever it loads some"
     draft = scheduler.draft_worker
     if draft is not None and draft.weight_update_runners():
         return (
@@ -77,5 +78,4 @@ def why_refused(scheduler: Any) -> str | None:  # noqa: ANN401 - SGLang's Schedu
         )
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    reason = weight_updater._unsupported_derived_weight_cache_error(runner.model)  # copies of weights that no loader refreshes
-    return None if reason is None else str(reason)
+    return weight_updater._unsupported_derived_weight_cache_error(runner.model) or None  # copies that no loader refreshes

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 from weightsync.engines.vllm import BACKEND
@@ -66,20 +67,28 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         self.rank = init_info.rank
         self._timeout = init_info.timeout
         self.result: RoundResult | None = None
-        self._staged = None if isinstance(source, ModuleSource) else StagedSource(source, self.rank)
+        module, dtype = self._live(source)
+        state = StagedSource(source, self.rank) if module is None else module
+        self._staged = state if isinstance(state, StagedSource) else None
         alone = self._staged is not None and self._staged.alone  # one rank publishes for all
         self._trainer: Trainer | None = None
         if self.is_sender or not alone:
             self._trainer = Trainer(
-                source._module if self._staged is None else self._staged,
+                state,
                 init_info.coordinator,
                 token=init_info.token,
                 rank=0 if alone else self.rank,
                 world_size=1 if alone else init_info.world_size,
                 run=init_info.run,
+                dtype=dtype,
                 pause_mode=init_info.pause_mode,
                 start_coordinator=init_info.control is not None,  # which is then told where it is
             )
+
+    @staticmethod
+    def _live(source: WeightSource) -> tuple[torch.nn.Module | None, torch.dtype | None]:
+        """The module whose shards each rank publishes, and in which dtype; ``None`` for a source that has to be iterated."""
+        return (source._module if isinstance(source, ModuleSource) else None), None
 
     @classmethod
     def trainer_init(

@@ -217,6 +217,47 @@ def pack_kernel(
         start += LANES
 
 
+@triton.jit(do_not_specialize=["sections", "first", "steps", "copies"])
+def mark_kernel(table, sections, blocks, first, chain, steps, copies, ALIGNED: tl.constexpr, LANES: tl.constexpr):
+    """Copy one block, ``first`` + the program's number, and change each word there that is listed in one of ``steps``.
+
+    ``table`` and ``blocks`` are those of :func:`find_kernel`. ``chain`` is ``int64[steps, 3]``: addresses of the counts, of the
+    units where the blocks' lists begin, and of the lists.
+    """
+    number = first + tl.program_id(0)
+    row = table + tl.load(blocks + number)
+    begin = (number - tl.load(row + 4 * sections)) * _BLOCK
+    source = tl.load(row + sections) + begin
+    size = tl.minimum(tl.load(row + 2 * sections) - begin, _BLOCK).to(tl.int32)
+    word = tl.load(row + 3 * sections).to(tl.int32)
+    copy = copies + tl.program_id(0).to(tl.int64) * _BLOCK
+    lane = tl.arange(0, 1024)
+    value = _quads(source, lane, size, lane * 8 < size, 1, ALIGNED, True)
+    every = 0
+    step = 0
+    while step < steps:
+        count = tl.load(tl.load(chain + 3 * step).to(tl.pointer_type(tl.uint16)) + number).to(tl.int32)
+        whole, _, _ = _list_of(count, word, size)
+        every += whole.to(tl.int32)
+        step += 1
+    _store_quads(copy, lane, tl.where(every > 0, value ^ 0x0101010101010101, value), size, 1)
+    tl.debug_barrier()
+    step = 0
+    while step < steps:
+        count = tl.load(tl.load(chain + 3 * step).to(tl.pointer_type(tl.uint16)) + number).to(tl.int32)
+        count = tl.where(every > 0, 0, count)
+        places = tl.load(chain + 3 * step + 2) + tl.load(tl.load(chain + 3 * step + 1).to(tl.pointer_type(tl.int64)) + number) * 4
+        start = 0
+        while start < count:
+            index = start + tl.arange(0, LANES)
+            here = index < count
+            at = tl.load((places + 2 * index).to(tl.pointer_type(tl.uint16)), mask=here, other=0).to(tl.int32) * word
+            byte = tl.load((source + at).to(tl.pointer_type(tl.uint8)), mask=here, other=0)
+            tl.store((copy + at).to(tl.pointer_type(tl.uint8)), byte ^ 1, mask=here)
+            start += LANES
+        step += 1
+
+
 @triton.jit(do_not_specialize=["sections", "total"])
 def units_kernel(table, sections, blocks, total, counts, units, bad, LANES: tl.constexpr):
     """Compute the units of each block's list from ``counts``, which are not trusted: ``bad`` is set where there are too many."""

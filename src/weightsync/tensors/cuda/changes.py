@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -13,6 +16,7 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, PlannedChanges, Sections, ends_of
 from weightsync.tensors.cuda.digest import weights_on
 from weightsync.tensors.cuda.waiting import on_device_of, wait_for_device
+from weightsync.tensors.device_memory import room_for_copy
 from weightsync.tensors.digest import PUBLIC
 
 CHUNK_BLOCKS = 1 << 16
@@ -20,6 +24,8 @@ CHUNK_BLOCKS = 1 << 16
 _SLOT = 10240
 _QUADS = 1024  # 8 bytes each, of a block
 _MOST_ITEMS = 1 << 25
+_UNITED_BLOCKS = 1 << 14
+"""Blocks of which a copy is made at a time: 128 MiB."""
 
 
 def _waited(device: torch.device, deadline: Deadline, what: str) -> None:
@@ -34,6 +40,20 @@ def _section_table(sections: Sections, before: Int64, now: Int64, device: torch.
 
 def _sections_of_blocks(sections: Sections, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(sections), dtype=np.int32), np.diff(sections.first))).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceStep:
+    """What changed from one version to the next, in GPU memory: counts and lists, and where each block's list ends."""
+
+    counts: torch.Tensor
+    ends: torch.Tensor
+    payload: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes."""
+        return self.counts.nbytes + self.ends.nbytes + self.payload.nbytes
 
 
 class ChangeFinder:
@@ -71,30 +91,65 @@ class ChangeFinder:
 
     def launch(self, first: int, last: int) -> None:
         """Start to list the changes of the sections ``first <= i < last``: from the first section on, without gaps."""
-        from weightsync.tensors.cuda.change_kernels import find_kernel, pack_kernel
-
         start, end = int(self._sections.first[first]), int(self._sections.first[last])
-        scratch, payload = self._scratch.data_ptr(), self._payload.data_ptr()
         with on_device_of(self._scratch):
             for begin in range(start, end, self._chunk):
-                stop = min(begin + self._chunk, end)
-                find_kernel[(stop - begin,)](
-                    self._table, len(self._sections), self._blocks, begin, self._counts, self._units, self._changed, scratch,
-                    WORD=self._word, ALIGNED=self._aligned, MANY=self._many, LANES=128, num_warps=4,
+                self._compare(begin, min(begin + self._chunk, end))
+
+    def _compare(self, begin: int, stop: int) -> None:
+        """List the changes of some blocks, behind those of the blocks before them."""
+        from weightsync.tensors.cuda.change_kernels import find_kernel, pack_kernel
+
+        scratch, payload = self._scratch.data_ptr(), self._payload.data_ptr()
+        find_kernel[(stop - begin,)](
+            self._table, len(self._sections), self._blocks, begin, self._counts, self._units, self._changed, scratch,
+            WORD=self._word, ALIGNED=self._aligned, MANY=self._many, LANES=128, num_warps=4,
+        )  # fmt: skip
+        ends = self._ends[begin + 1 : stop + 1]
+        torch.cumsum(self._units[begin:stop], 0, dtype=torch.int64, out=ends)
+        ends += self._ends[begin]
+        pack_kernel[(-(-(stop - begin) // 8),)](
+            self._table, len(self._sections), self._blocks, begin, stop, self._counts, self._ends[1:], scratch, payload,
+            self._payload.nbytes // 4, ALIGNED=self._aligned, GROUP=8, LANES=64, num_warps=4,
+        )  # fmt: skip
+
+    def step(self, units: int) -> DeviceStep | None:
+        """A copy of what :meth:`end` has listed in so many units; ``None`` where the device has no room for it."""
+        kept = self._counts, self._ends, self._payload[: 4 * units]
+        if self._device.type == "cuda" and room_for_copy(sum(memory.nbytes for memory in kept), self._device) is not None:
+            return None
+        return DeviceStep(*(memory.clone() for memory in kept))
+
+    def unite(
+        self, steps: Sequence[DeviceStep], now: Int64, counts: torch.Tensor, payload: torch.Tensor, deadline: Deadline
+    ) -> int | None:
+        """List the words that changed in any of ``steps``, with the values at the addresses ``now``, as :meth:`begin` says.
+
+        A copy of some blocks at a time, in which these words are others, is compared with what is now. Returns as :meth:`end` does.
+        """
+        from weightsync.tensors.cuda.change_kernels import mark_kernel
+
+        self.begin(now, now, counts, payload)
+        with on_device_of(self._scratch):
+            size = min(self._chunk, _UNITED_BLOCKS)
+            copies = torch.empty(size * CHANGE_BLOCK, dtype=torch.uint8, device=self._device)
+            lists = [[step.counts.data_ptr(), step.ends.data_ptr(), step.payload.data_ptr()] for step in steps]
+            chain = torch.tensor(lists, dtype=torch.int64).to(self._device)
+            for begin in range(0, self._sections.blocks, size):
+                stop = min(begin + size, self._sections.blocks)
+                self._table[0] = (self._table[4] - begin) * CHANGE_BLOCK + copies.data_ptr()
+                mark_kernel[(stop - begin,)](
+                    self._table, len(self._sections), self._blocks, begin, chain, len(steps), copies.data_ptr(),
+                    ALIGNED=self._aligned, LANES=256, num_warps=4,
                 )  # fmt: skip
-                ends = self._ends[begin + 1 : stop + 1]
-                torch.cumsum(self._units[begin:stop], 0, dtype=torch.int64, out=ends)
-                ends += self._ends[begin]
-                pack_kernel[(-(-(stop - begin) // 8),)](
-                    self._table, len(self._sections), self._blocks, begin, stop, self._counts, self._ends[1:], scratch, payload,
-                    self._payload.nbytes // 4, ALIGNED=self._aligned, GROUP=8, LANES=64, num_warps=4,
-                )  # fmt: skip
+                self._compare(begin, stop)
+            return self.end(deadline)[0]
 
     def end(self, deadline: Deadline) -> tuple[int | None, Int64]:
         """Wait, and return the units of the lists (``None`` if there was no room) and the changed words of each section."""
         _waited(self._device, deadline, f"looking for changes on {self._device}")
         units = int(self._ends[-1])
-        return (units if 4 * units <= self._payload.nbytes else None), self._changed.cpu().numpy()
+        return (units if 4 * units <= self._payload.nbytes else None), self._changed.to("cpu", copy=True).numpy()
 
 
 class ChangeTables:

@@ -238,11 +238,7 @@ def _forbidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{name}() without a timeout"
         elif isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno, "bare except"
-        elif (
-            isinstance(node, ast.ExceptHandler)
-            and node.type is not None
-            and re.search("(?<!Unicode)DecodeError", ast.unparse(node.type))
-        ):
+        elif isinstance(node, ast.ExceptHandler) and re.search("(?<!Unicode)DecodeError", ast.unparse(node.type or node)):
             yield node.lineno, "except msgspec.DecodeError: catch messages.UNREADABLE, msgspec raises two other errors as well"
         elif isinstance(node, ast.Assert):
             yield node.lineno, "assert: it vanishes under -O; raise an error that says what is wrong"

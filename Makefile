@@ -215,14 +215,15 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 
 # Four processes for two cores, because tests wait for half of their time; a failure is easier to follow with WORKERS=0. A file of
 # tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
-# few long ones come last, and at the end one process has nothing to do. Against vLLM, two beside them.
+# few long ones come last, and at the end one process has nothing to do. Against vLLM, two beside them: its import alone may then
+# take most of a minute, a test's usual limit.
 WORKERS ?= 4
 VLLM_WORKERS ?= 2
 PYTEST := -m pytest --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
 PYTEST_HERE = $(BIN)/python $(PYTEST) -n $(WORKERS) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
-PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
+PYTEST_VLLM = python $(PYTEST) --timeout 240 -m "vllm and not rare" $(ARGS)
 
 # vLLM is installed and tested meanwhile, by a process group of its own that ends with this shell, however that ends; the output of
 # its tests comes last. If ARGS narrow the tests, that happens after the others, and only for a test that needs it; status 5 is

@@ -215,10 +215,10 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 
 # Four processes for two cores, because tests wait for half of their time; a failure is easier to follow with WORKERS=0. A file of
 # tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
-# few long ones come last, and at the end one process has nothing to do. Against vLLM, two beside them: its import alone may then
-# take most of a minute, a test's usual limit.
+# few long ones come last, and at the end one process has nothing to do. Against vLLM, one beside them, which imports
+# it once; under such load the import may take more than a minute, a test's usual limit.
 WORKERS ?= 4
-VLLM_WORKERS ?= 2
+VLLM_WORKERS ?= 1
 PYTEST := -m pytest --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
@@ -279,7 +279,7 @@ test-all: ## every part of PARTS, and a table of them: make test, rare tests, a 
 	trap '[[ -z $$beside ]] || kill -- -$$beside 2>/dev/null || true' EXIT; \
 	part() { \
 		began=$$SECONDS; result=passed; echo "make test-all: $$1" >&2; \
-		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 $(if $(BESIDE),WORKERS=3 VLLM_WORKERS=1) VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
+		nice -n $$2 $(MAKE) $$1 ARGS= RELEASES=0.27.1 SEEDS=10000 $(if $(BESIDE),WORKERS=3) VLLM_TESTS="vllm$(if $(filter test,$(PARTS)), and rare)" 2>&1 \
 			| tee $(LOGS)/$$1.log || { result=failed; touch $(LOGS)/failed; }; \
 		counts=$$(grep -oE '[0-9]+ (passed|failed|skipped|errors?)\b' $(LOGS)/$$1.log | paste -sd' ' || true); \
 		printf '%-18s %7d  %-6s  %s\n' $$1 $$((SECONDS - began)) $$result "$$counts" | tee -a $(LOGS)/table >&2; \

@@ -186,7 +186,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(start: Callable[..., Run]) ->
     run.read_until("round 1")
     assert len(run.processes()) >= 5  # itself, the janitor, the coordinator, a trainer, a replica
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(20) == 130
+    assert run.process.wait(60) == 130
     run.check_nothing_is_left()
 
 

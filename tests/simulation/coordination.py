@@ -67,6 +67,8 @@ class CoordinatorProcess(Process):
         """It takes connections."""
         self._round = (0.0, 0.0, False)
         self._limit = self._until = 0.0
+        self._turns: dict[str, float] = {}
+        """Replicas that have waited for their turn in the running round, and what was left of the round when it came."""
         self._expected: set[str] = set()
         """Replicas that the running publication must account for."""
         emit = self.coordinator._feed.emit
@@ -178,10 +180,12 @@ class CoordinatorProcess(Process):
                 ours = [engine for engine in world.engines.values() if engine.name == name]
                 if ours and not any(engine.wrecked for engine in ours):
                     world.violated("spoiled", f"{name} was taken out of service with the weights of its version: {error}")
-            case ReplicaPhase(phase=phase):
+            case ReplicaPhase(replica=name, phase=phase):
                 seen[f"phase {phase}"] += 1
+                if phase == "wait" or (phase == "pause" and name in self._turns):
+                    self._turns[name] = self._round[0] + self._limit - world.loop.time()
             case RoundStarted(seeding=seeding):
-                self._round = (world.loop.time(), world.jumped, seeding)
+                self._round, self._turns = (world.loop.time(), world.jumped, seeding), {}
                 self._limit = _LONGEST if seeding else max(self._until - world.loop.time(), 0.0)  # a clock may have jumped past it
                 known = self.coordinator._members.replicas.values()
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
@@ -232,13 +236,15 @@ class CoordinatorProcess(Process):
     def _excused(self, name: str | None, error: str) -> None:
         """Only a replica with a trouble of its own, or of a trainer's, may fail; and a whole round only with a trainer's.
 
-        One that was waiting for its turn may fail by the trouble of whoever had it, and serves on as it was.
+        One that was waiting for its turn may fail by the trouble of whoever had it, and serves on as it was. If its turn comes
+        late in the round, it may run out of time by that, too.
         """
         world = self.world
         started, jumped, seeding = self._round
         if world.jumped != jumped or self._limit < _ROOMY or (seeding and (name is None or world.excuses(started))):
             return
-        waited = error.startswith("wait: DeadlineExceeded")
+        late = name is not None and self._turns.get(name, _ROOMY) < _ROOMY and ": DeadlineExceeded: " in error
+        waited = late or error.startswith("wait: DeadlineExceeded")
         anybody = waited or (seeding and world.serving)  # perhaps there is no trainer to read from instead
         if name is not None and name not in world.shape and world.people:
             return  # a thief's

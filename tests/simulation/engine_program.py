@@ -293,11 +293,13 @@ class ModuleProcess(EngineProcess):
             self.world.violated(kind, f"{self} generates as {version} with the bytes of {content}")
 
     @property
-    def _connected(self) -> bool:
+    def _written(self) -> bool:
+        """Whether an update writes its parameters. It ends when the coordinator that ran it is lost: this rank stays as it is."""
         control = self.world.coordinator
         replicas = control.coordinator._members.replicas.values() if control is not None else ()
-        known = [link.rank.hello.session for replica in replicas for link in replica.links.values() if link.member == self.member]
-        return self.known_as in known
+        states = [one.state for one in replicas for link in one.links.values() if link.rank.hello.session == self.known_as]
+        state = self.role.session.state
+        return bool(states) and (state == "writing" or (state in ("written", "committed") and states == ["updating"]))
 
     def _change(self, turn: Turn, what: str) -> None:
         if turn.how == RETIE and self.world.calm:
@@ -314,11 +316,8 @@ class ModuleProcess(EngineProcess):
         self.refresh()
 
     def _mend(self) -> None:
-        """Its program takes the parameters apart again, not while an update writes them; the values stay broken until the next.
-
-        An update ends for a rank when it loses its coordinator, whatever state that leaves the rank in.
-        """
-        if self.alive and self.role.session.state in ("writing", "written", "committed") and self._connected:
+        """Its program takes the parameters apart again, not while an update writes them; the values stay broken until the next."""
+        if self.alive and self._written:
             self.world.loop.call_later(1.0, self._mend)
         elif self.alive:
             self.memory.untie()

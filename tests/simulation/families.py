@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 from tests.simulation.clock import run
 from tests.simulation.lora_schedule import LoraSchedule, with_adapters
 from tests.simulation.people import PeopleWorld
@@ -12,7 +14,7 @@ from tests.simulation.store_world import StoreWorld, with_store
 from tests.simulation.threads import forget
 from tests.simulation.world import World
 
-__all__ = ["PEOPLE", "STORES", "STREAMS", "run_schedule"]
+__all__ = ["PEOPLE", "STORES", "STREAMS", "last_of", "run_schedule"]
 
 STREAMS = 1_000_000
 """Schedules from this seed on publish streams."""
@@ -20,6 +22,11 @@ PEOPLE = 2_000_000
 """In schedules from this seed on, programs do what people let them do, and somebody may want harm."""
 STORES = 10_000_000
 """In schedules from this seed on there is a store, and the trainer may be away."""
+
+
+def last_of(first: int) -> float:
+    """The last seed of the family of schedules whose seeds begin at ``first``; the last family has no end."""
+    return min((begin - 1 for begin in (STREAMS, PEOPLE, STORES) if begin > first), default=float("inf"))
 
 
 async def _run(seed: int) -> Outcome:
@@ -43,5 +50,7 @@ def run_schedule(seed: int) -> Outcome:
         return run(_run(seed))
     except RuntimeError as error:
         return Outcome(schedules=1, hangs=1, failed=[(seed, [f"hang: {error!r}"])])
+    except Exception as error:  # noqa: BLE001 - an error of the schedule itself: without its seed nobody could repeat it
+        return Outcome(schedules=1, failed=[(seed, [f"crash: {''.join(traceback.format_exception(error)[-4:])}"])])
     finally:
         forget()

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from tests.faults.points import STORE_POINTS
-from tests.simulation.families import PEOPLE, STORES, STREAMS, run_schedule
+from tests.simulation.families import PEOPLE, STORES, STREAMS, last_of, run_schedule
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.fleet import run_fleet
 from tests.simulation.lora_schedule import LORA_FAULTS, LORA_STATES, with_adapters
@@ -188,14 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, run, print, exit with 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="schedules to run (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first schedule's seed (default: %(default)s)")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="seed of the first schedule, from its family's first one (default: 0)"
+    )
     parser.add_argument("--seed", type=int, metavar="SEED", help="run this one schedule and print all that happened in it")
     parser.add_argument(
         "--processes", type=int, default=cores(), metavar="N", help="processes (default: one for each core, %(default)s)"
     )
-    parser.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
-    parser.add_argument("--people", action="store_true", help=f"schedules of people and thieves: their seeds begin at {PEOPLE:,}")
-    parser.add_argument("--stores", action="store_true", help=f"schedules with a store: their seeds begin at {STORES:,}")
+    family = parser.add_mutually_exclusive_group()
+    family.add_argument("--streams", action="store_true", help=f"schedules of streams: their seeds begin at {STREAMS:,}")
+    family.add_argument("--people", action="store_true", help=f"schedules of people and thieves: their seeds begin at {PEOPLE:,}")
+    family.add_argument("--stores", action="store_true", help=f"schedules with a store: their seeds begin at {STORES:,}")
     parser.add_argument("--no-mutants", action="store_true", help="do not plant bugs afterwards")
     parser.add_argument("--fleet", type=int, metavar="RANKS", help="one rolling round of so many engine ranks instead")
     parser.add_argument("--failing", type=float, default=0.01, metavar="SHARE", help="of the fleet's hosts (default: %(default)s)")
@@ -204,8 +207,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fleet(given.fleet, given.failing))
     if given.seed is not None:
         sys.exit(_one(given.seed))
-    first = given.first + (STREAMS if given.streams else PEOPLE if given.people else STORES if given.stores else 0)
-    sys.exit(_campaign(range(first, first + given.seeds), given.processes, not given.no_mutants))
+    begin = STREAMS if given.streams else PEOPLE if given.people else STORES if given.stores else 0
+    seeds = range(begin + given.first, begin + given.first + given.seeds)
+    if given.first < 0 or seeds.stop - 1 > last_of(begin):
+        parser.error(
+            f"--first {given.first} counts from the family's first seed, {begin}: {given.seeds} schedules from {seeds.start} on "
+            f"are not all of this family, whose last seed is {last_of(begin)}"
+        )
+    sys.exit(_campaign(seeds, given.processes, not given.no_mutants))
 
 
 def _fleet(ranks: int, failing: float) -> int:

@@ -83,9 +83,9 @@ class PeopleSchedule(Schedule):
             timed, pending, strike = [], [], ""
         world.pending = {(one.member, one.point): one for one in pending}
         self._draw_raising(list(engines), trainers)
-        if strike:
-            coordinator = [] if world.coordinator is None else [world.coordinator]
-            world.strike_later(draw.choice([*world.processes(), *coordinator]), draw.randrange(1, _MOST_WAITS), strike)
+        living = [*world.processes(), *([] if world.coordinator is None else [world.coordinator])]
+        if strike and living:  # the act before may have killed everything
+            world.strike_later(draw.choice(living), draw.randrange(1, _MOST_WAITS), strike)
         timers = [world.loop.call_later(fault.at, happen, world, fault) for fault in timed]
         if self.harms:
             world.loop.call_later(draw.choice((0.0, draw.uniform(0.0, 0.2), draw.uniform(0.0, 3.0))), harm, world, self.harms.pop())

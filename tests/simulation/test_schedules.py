@@ -136,3 +136,32 @@ def test_one_seed_is_repeated_and_told(capsys: pytest.CaptureFixture[str], monke
         main(["--seed", "3"])
     assert ended.value.code == 0
     assert "schedule 3: ok" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--streams", "--first", "1600000"],
+        ["--seeds", "11", "--first", "999990"],
+        ["--people", "--first", "8000000"],
+        ["--stores", "--first", "-1"],
+    ],
+)
+def test_seeds_that_are_not_of_the_family_that_was_asked_for_are_an_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "are not all of this family" in capsys.readouterr().err
+
+
+def test_an_error_of_a_schedule_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(seed: int) -> World:
+        raise IndexError("nobody is left")
+
+    monkeypatch.setattr(families, "PeopleWorld", fail)
+    outcome = run_many([PEOPLE])
+    seeds = [seed for seed, _ in outcome.failed]
+    assert (seeds, outcome.hangs) == ([PEOPLE], 0)
+    assert "nobody is left" in outcome.failed[0][1][0]

@@ -145,7 +145,7 @@ class _Delivery(Report):
             nbytes=sum(answer.nbytes for answer in self.moved.values()), delivery="streamed", transports=self.transports,
             verified="" if self.version is None else "installed" if verified == {"installed"} else "received",
             delivery_reason=next(filter(None, (answer.reason for answer in self.moved.values())), ""),
-            phases=self._phases, paused_seconds=0.0, error=self.error, source="trainer", service=SERVICE.get(state, state),
+            phases=self.phases, paused_seconds=0.0, error=self.error, source="trainer", service=SERVICE.get(state, state),
         )  # fmt: skip
 
 

@@ -36,7 +36,8 @@ class Report:
         """The version whose changed words alone move; ``None`` if all bytes do."""
         self._round = number
         self._emit = emit
-        self._phases: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
+        """Seconds of each phase that has ended."""
         self._current = ""
         self._failed_in = ""
         self.error: str | None = None
@@ -62,7 +63,7 @@ class Report:
             self._failed_in = name
             raise
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + asyncio.get_running_loop().time() - started
+            self.phases[name] = self.phases.get(name, 0.0) + asyncio.get_running_loop().time() - started
 
     def paused(self) -> None:
         """Record that the replica is told to pause."""
@@ -71,9 +72,9 @@ class Report:
     def moved_with(self, others: Mapping[str, float]) -> None:
         """Attribute part of the duration of the move call to other phases, limited to the duration that was measured here."""
         for name, seconds in others.items():
-            seconds = min(max(0.0, seconds), self._phases["move"])
-            self._phases[name] = seconds
-            self._phases["move"] -= seconds
+            seconds = min(max(0.0, seconds), self.phases["move"])
+            self.phases[name] = seconds
+            self.phases["move"] -= seconds
 
     def resumed(self) -> None:
         """Record that the replica generates again."""
@@ -90,7 +91,7 @@ class Report:
         """End the report and return its result. The pause of a replica that was not resumed counts up to now."""
         self.resumed()
         replica, agreement = self.replica, self.agreement
-        phases = {name: self._phases[name] for name in _PHASES if name in self._phases}
+        phases = {name: self.phases[name] for name in _PHASES if name in self.phases}
         replica.phases = phases
         replica.error = self.error or replica.error
         replica.received, replica.expected = {}, 0

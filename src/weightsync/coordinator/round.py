@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 from weightsync import failpoints
@@ -32,7 +32,7 @@ from weightsync.coordinator.ranks import EngineRank, check_digests, unpacked
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report, round_result
 from weightsync.coordinator.round_context import Engines, Placing, RoundContext, Source
-from weightsync.errors import ConfigurationError, PeerLost, StaleSource, VerificationError, WeightSyncError
+from weightsync.errors import ConfigurationError, DeadlineExceeded, PeerLost, StaleSource, VerificationError, WeightSyncError
 from weightsync.model import Version, fold
 from weightsync.protocol.messages import (
     CheckSources,
@@ -227,16 +227,17 @@ async def _availability(context: RoundContext, report: Report) -> AsyncIterator[
     """Wait until fewer than ``max_unavailable`` replicas are out of service, then drain. Who serves nothing does not wait.
 
     A replica counts until routers know it again: otherwise, with two of them, there would be a moment without any.
+    If one has waited and less time is left than its last update took, it serves on. After that it is not held back again.
     """
     if report.replica.state != "loaded":
         yield
         return
-    if context.serving.locked():
-        with report.phase("wait"):
-            await bounded("waiting for its turn", context.deadline, context.serving.acquire())
-    else:
-        await context.serving.acquire()
+    with report.phase("wait") if context.serving.locked() else nullcontext():
+        await bounded("waiting for its turn", context.deadline, context.serving.acquire())
     try:
+        needed, left = context.settings.drain + (report.replica.paused_seconds or 0.0), context.deadline.left
+        if "wait" in report.phases and left < needed:
+            raise DeadlineExceeded(f"its turn came {left:.3g} s before the deadline, and it expects to take {needed:.3g} s")
         async with drained(context, report):
             yield
         if context.settings.max_unavailable is not None:

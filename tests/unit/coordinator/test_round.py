@@ -322,6 +322,28 @@ async def test_a_replica_that_waits_for_its_turn_until_the_deadline_goes_on_serv
 
 
 @virtual
+async def test_a_replica_whose_turn_comes_too_late_for_its_update_goes_on_serving() -> None:
+    """A rank that cannot pause says so just before the deadline (schedule 4100598). Whoever is next serves, and is not held back
+    a second time by an update that once took long."""
+    world = fleet(RoundSettings(run="run", grace=GRACE, max_unavailable=1))
+    for name in ("sick", "well", "fine"):
+        world.delays[f"{name}/0", "move"] = 5.0
+    assert (await world.publish(1)).ok
+    world.delays["sick/1", "pause"], world.faults["sick/1", "pause"] = 22.0, "fail"
+    first = {replica.name: replica for replica in (await world.publish(2, timeout=30.0)).replicas}
+    kept = [replica for name, replica in first.items() if name != "sick"]
+    assert [(replica.state, replica.version) for replica in kept] == [("loaded", 1)] * 2
+    assert all((replica.error or "").startswith("wait: DeadlineExceeded: its turn came") for replica in kept)
+    await world.drain()
+    world.delays.clear()
+    second = await world.publish(3, timeout=4.0)
+    assert second.ok, second.error
+    assert world.states() == {"sick": ("loaded", 3), "well": ("loaded", 3), "fine": ("loaded", 3)}
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
 async def test_a_dirty_replica_gets_one_more_attempt_at_once() -> None:
     world = fleet(RoundSettings(run="run", grace=GRACE))
     await world.publish(1)

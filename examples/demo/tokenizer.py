@@ -30,9 +30,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )
     inner.train_from_iterator(islice(documents(seed), _TRAINED_ON), trainer)
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=inner, eos_token=END, pad_token=END
-    )
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=END)
     return tokenizer
 
 

@@ -79,7 +79,7 @@ class Training:
         optimizer: OptimizerName = "adamw",
         masters: bool = False,
     ) -> None:
-        self.model = self.state = model.float() if masters else model  # type: ignore[no-untyped-call]
+        self.model = self.state = model.float() if masters else model
         self.dtype = torch.bfloat16 if masters else None
         shard_model(model)
         model.train()

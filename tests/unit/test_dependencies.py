@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
-from tools import audit, lock
+from tools import audit, install, lock
 
 import weightsync
 
@@ -59,9 +60,17 @@ def test_both_builds_of_torch_are_listed() -> None:
     assert not set(local.archives) & set(published.archives)
 
 
-def test_an_archive_that_was_changed_is_not_installed(tmp_path: Path) -> None:
+def test_an_archive_that_was_changed_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The attack: somebody who can replace a file at the index."""
-    wheel = tmp_path / "thing-1.0-py3-none-any.whl"
+    wheel, into = tmp_path / "thing-1.0-py3-none-any.whl", tmp_path / "into"
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
 
     def build(content: str) -> str:
         with zipfile.ZipFile(wheel, "w") as archive:
@@ -73,24 +82,16 @@ def test_an_archive_that_was_changed_is_not_installed(tmp_path: Path) -> None:
 
     honest = tmp_path / "lock.txt"
     honest.write_text(f"thing==1.0 \\\n    --hash=sha256:{build('honest = True')}\n")
-    flags = re.search(r"^LOCKED := (.*)$", (audit.ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert flags is not None
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-index",
-        "--find-links",
-        str(tmp_path),
-        "--target",
-        str(tmp_path / "into"),
-    ]
-    command += [*flags[1].split(), "-r", str(honest)]
+    archived = wheel.read_bytes()
     build("honest = False")
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode != 0
-    assert "DO NOT MATCH THE HASHES" in refused.stderr
+    command = [sys.prefix, str(honest), "--target", str(into)]
+    assert install.main(command) != 0
+    refused = capfd.readouterr().err
+    assert "Hash mismatch" in refused and "DO NOT MATCH THE HASHES" in refused  # by uv, and then by pip
+    assert not (into / "thing.py").exists()
+    wheel.write_bytes(archived)
+    assert install.main(command) == 0
+    assert (into / "thing.py").read_text() == "honest = True"
 
 
 def test_licences_are_permissive() -> None:
@@ -135,3 +136,18 @@ def test_an_advisory_service_that_is_not_there_is_said_and_not_taken_for_a_good_
 def test_the_package_says_the_version_that_it_is_installed_as() -> None:
     project = tomllib.loads((audit.ROOT / "pyproject.toml").read_text())["project"]
     assert weightsync.__version__ == project["version"]
+
+
+def test_pips_settings_are_carried_over_to_uv_or_pip_itself_installs() -> None:
+    listed = "\n".join([
+        "global.index-url='https://mirror.test/simple'", "global.timeout='60'", "install.index-url='https://own.test/simple'",
+        ":env:.find-links='/wheels https://more.test/'", ":env:.cert='/etc/own.pem'", "list.format='json'",
+    ])  # fmt: skip
+    of_pip = install.settings(listed)
+    assert of_pip == {
+        "index-url": "https://own.test/simple", "timeout": "60", "find-links": "/wheels https://more.test/", "cert": "/etc/own.pem"
+    }  # fmt: skip
+    options = ["--default-index", "https://own.test/simple", "--find-links", "/wheels", "--find-links", "https://more.test/"]
+    assert install.uv_options(of_pip) == (options, {"SSL_CERT_FILE": "/etc/own.pem"})
+    assert install.uv_options({"no-index": "true"}) == (["--no-index"], {})
+    assert install.uv_options({"client-cert": "/mine.pem"}) is None

@@ -101,7 +101,7 @@ def _built(config: object) -> Manifest | None:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError) as error:
         _log.info("weightsync: Transformers cannot build this model (%s), so its tied tensors are unknown", error)
         return None

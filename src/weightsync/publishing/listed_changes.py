@@ -17,6 +17,7 @@ from weightsync.model import Layout, Manifest
 from weightsync.protocol.messages import ChangedWords
 from weightsync.tensors.changes import Sections, Step, find, unite
 from weightsync.tensors.cuda.changes import ChangeFinder, DeviceStep
+from weightsync.tensors.device_memory import room_for_copy
 from weightsync.transports.host.memory import available_bytes
 
 _LINE = 64
@@ -227,9 +228,9 @@ class DeviceLists(ListedChanges[DeviceStep]):
         if units is None or self._base is None:
             return
         used = self.listed(self._base, units)
-        step = self._finder.step(units)
-        if step is not None:
-            self._remember(self._base, step)
+        full = self._device.type == "cuda" and room_for_copy(self._finder.step_bytes(units), self._device) is not None
+        if not full:
+            self._remember(self._base, self._finder.step(units))
             self._list_wanted(used, partial(self._unite, deadline))
 
     def _unite(self, deadline: Deadline, steps: Sequence[DeviceStep], index: int, used: int) -> int | None:

@@ -52,7 +52,8 @@ class TestCompletions(AdapterContract):
         return generator, CompletionsAdapter(generator)
 
     def installed(self, engine: Generator) -> Mapping[str, torch.Tensor]:
-        return engine.model.state_dict()
+        state: Mapping[str, torch.Tensor] = engine.model.state_dict()
+        return state
 
     def generates(self, engine: Generator) -> bool:
         try:

@@ -33,7 +33,7 @@ def sharded(case: Case) -> dict[str, torch.Tensor]:
     cuda.synchronize = cuda.empty_cache = lambda *_: None
     torch.cuda.Stream = Idle  # type: ignore[assignment,misc]
     mesh = init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=getattr(torch, case.dtype))  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=getattr(torch, case.dtype))
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(fsdp_values(name, 1, tuple(value.shape)))

@@ -240,9 +240,11 @@ def main() -> None:
     os.dup2(2, 1)  # what Megatron prints is not for the pipe
     control, output = os.fdopen(orders), os.fdopen(results, "w")
     stand_in()
-    for converters in ("megatron.bridge", "mbridge"):
-        if find_spec(converters):  # vLLM's environment has neither
+    for converters in ("megatron.bridge.models.conversion.auto_bridge", "mbridge"):
+        if find_spec(converters.rpartition(".models")[0] or converters):  # vLLM's environment has neither
             import_module(converters)  # before ranks are forked: it takes seconds
+    for late in ("publishing.published_shards", "trainer.format_choice", "trainer.storing", "protocol.connection", "server.server"):
+        import_module(f"weightsync.{late}")  # what a trainer imports at its first publication; with numba, a second in each rank
     say(output, ready=True)
     for line in iter(control.readline, ""):
         given, folder = json.loads(line)

@@ -73,7 +73,7 @@ def _module(case: Case) -> torch.nn.Module:
     hf = hf_config(case.family, case.changes)
     layers = hf.num_hidden_layers
     hf.num_hidden_layers += case.mtp  # Transformers has no prediction layers: they are layers and what is around
-    module = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, case.dtype))  # type: ignore[no-untyped-call]
+    module = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, case.dtype))
     for name, value in module.named_buffers():
         if name.endswith("e_score_correction_bias"):
             value.data = value.data.float()  # as checkpoints have it

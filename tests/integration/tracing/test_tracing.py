@@ -135,9 +135,9 @@ def by_transformers(model: torch.nn.Module) -> Callable[[Iterable[tuple[str, tor
     device = str(next(model.parameters()).device)
 
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        mapping: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+        mapping: Any = get_model_conversion_mapping(model)
         chosen = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=torch.bfloat16)
-        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), chosen, None)  # type: ignore[arg-type]
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), chosen, None)
         model.tie_weights()  # type: ignore[operator]
         return info
 

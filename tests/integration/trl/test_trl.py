@@ -117,6 +117,7 @@ def test_grpo_updates_its_server_by_one_line(served: Served) -> None:
     assert seen["log"].count("rounded weights") == 1, "TRL trains in float32"
 
 
+@pytest.mark.rare
 def test_the_benchmark_of_trl_runs(served: Served) -> None:
     wanted = ["-m", "benchmarks.trl_sync", "--train", "--updates", "1", "--directory", str(served.directory), "--url", served.url]
     done = subprocess.run(

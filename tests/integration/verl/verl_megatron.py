@@ -87,7 +87,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = hf_config(CASE.family, CASE.changes)
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(Path(folder))
         with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as ranks:
             print(json.dumps(list(ranks.map(run, range(2), [folder] * 2))))

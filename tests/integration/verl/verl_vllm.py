@@ -93,7 +93,7 @@ class Model(torch.nn.Module):
     def __init__(self, path: str) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(path)
-        self.inner = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        self.inner = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = dict(self.inner.named_parameters())

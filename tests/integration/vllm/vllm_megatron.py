@@ -60,7 +60,7 @@ def play(case: Case, engine: dict[str, Any], directory: Path) -> dict[str, Any]:
     from weightsync.engines.vllm import attach
 
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(hf_config(case.family, case.changes), dtype=torch.bfloat16)
     model.save_pretrained(directory / "model")
     torch.nn.Module.to(model, dtype=torch.float32)  # in place: the reference
     llm = LLM(

@@ -39,7 +39,8 @@ class Worker:
     """As much of vLLM's worker as is used, on a CPU."""
 
     def __init__(self, directory: Path) -> None:
-        self.model, self.device = llama(), torch.device("cpu")
+        self.model: torch.nn.Module = llama()
+        self.device = torch.device("cpu")
         self.slept: list[int] = []
         self.parallel_config = SimpleNamespace(
             rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0, data_parallel_size=1, enable_eplb=False,

@@ -7,6 +7,7 @@ which drops all adapters. It then gets the same object, whose scaling is folded 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -128,8 +129,7 @@ class WorkerLoras:
 
     def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> str:
         """See :meth:`EngineAdapter.stage_lora`."""
-        arranged, rank, dtype = self._arranged, spec.config.rank, self._config.lora_dtype
-
+        arranged, dtype = self._arranged, self._config.lora_dtype
         as_served = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
         by_name = dict(zip(as_served, copied(list(as_served.values())), strict=True))
         for name, stack in arranged.stacks.items():
@@ -140,9 +140,30 @@ class WorkerLoras:
                 parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
                 for part, factor in parts:
                     part.mul_(factor)
+        slots, digesting = arranged.slots, None
+        with ThreadPoolExecutor(1, "weightsync-lora-digest") as beside:
+            if isinstance(slots, LoraSlotLayout):
+                digesting = beside.submit(slots.digests, as_served)
+            model = self._model(arranged, spec, by_name)
+        if slots is None:
+            try:
+                slots = LoraSlotLayout(self._manager, model, by_name, self._ranks)
+            except WeightSyncError as error:
+                slots = str(error)
+            arranged.slots = slots
+        unread = None
+        if not isinstance(slots, str):  # digests of what was received and verified; of the copies only where they are scaled
+            digests = slots.digests(as_served) if digesting is None else digesting.result()
+            unread = partial(slots.check, digests=digests)
+        self._held[label] = _HeldModel(model, unread)
+        return slots if isinstance(slots, str) else ""
+
+    def _model(self, arranged: _Arrangement, spec: AdapterSpec, by_name: Mapping[str, torch.Tensor]) -> LoRAModel:
+        """What vLLM takes, over these copies."""
+        rank = spec.config.rank
         single = {stack[0].name: by_name[stack[0].name][0] for stack in arranged.single}
         model = LoRAModel.from_lora_tensors(
-            1, single, _helper(spec), device="cpu", dtype=dtype,
+            1, single, _helper(spec), device="cpu", dtype=self._config.lora_dtype,
             model_vocab_size=self._vocabulary, weights_mapper=self._mapper,
             skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
         )  # fmt: skip
@@ -152,17 +173,7 @@ class WorkerLoras:
             model.loras[module] = PackedLoRALayerWeights(module, rank, [rank] * _EXPERT_PARTS, a, b, [1.0] * _EXPERT_PARTS)
         # As vLLM does on its own thread when it takes an adapter. Steps would wait for it; the second time it finds nothing to do.
         self._manager._create_merged_loras_inplace(model)
-        if arranged.slots is None:
-            try:
-                arranged.slots = LoraSlotLayout(self._manager, model, by_name, self._ranks)
-            except WeightSyncError as error:
-                arranged.slots = str(error)
-        slots = arranged.slots
-        unread = None
-        if not isinstance(slots, str):  # digests of what was received and verified; of the copies only where they are scaled
-            unread = partial(slots.check, digests=slots.digests(as_served))
-        self._held[label] = _HeldModel(model, unread)
-        return slots if isinstance(slots, str) else ""
+        return model
 
     def take(self, label: str, number: int) -> LoRAModel:
         """Return what vLLM registers under its id ``number``. On the worker's thread."""

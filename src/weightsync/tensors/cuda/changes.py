@@ -16,7 +16,6 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.changes import Changes, PlannedChanges, Sections, ends_of
 from weightsync.tensors.cuda.digest import weights_on
 from weightsync.tensors.cuda.waiting import on_device_of, wait_for_device
-from weightsync.tensors.device_memory import room_for_copy
 from weightsync.tensors.digest import PUBLIC
 
 CHUNK_BLOCKS = 1 << 16
@@ -113,12 +112,13 @@ class ChangeFinder:
             self._payload.nbytes // 4, ALIGNED=self._aligned, GROUP=8, LANES=64, num_warps=4,
         )  # fmt: skip
 
-    def step(self, units: int) -> DeviceStep | None:
-        """A copy of what :meth:`end` has listed in so many units; ``None`` where the device has no room for it."""
-        kept = self._counts, self._ends, self._payload[: 4 * units]
-        if self._device.type == "cuda" and room_for_copy(sum(memory.nbytes for memory in kept), self._device) is not None:
-            return None
-        return DeviceStep(*(memory.clone() for memory in kept))
+    def step_bytes(self, units: int) -> int:
+        """What :meth:`step` takes, in bytes."""
+        return self._counts.nbytes + self._ends.nbytes + 4 * units
+
+    def step(self, units: int) -> DeviceStep:
+        """A copy of what :meth:`end` has listed in so many units."""
+        return DeviceStep(self._counts.clone(), self._ends.clone(), self._payload[: 4 * units].clone())
 
     def unite(
         self, steps: Sequence[DeviceStep], now: Int64, counts: torch.Tensor, payload: torch.Tensor, deadline: Deadline

@@ -180,11 +180,14 @@ class CoordinatorProcess(Process):
                     world.violated("spoiled", f"{name} was taken out of service with the weights of its version: {error}")
             case ReplicaPhase(phase=phase):
                 seen[f"phase {phase}"] += 1
-            case RoundStarted(seeding=seeding):
+            case RoundStarted(seeding=seeding, epoch=epoch, number=number, replicas=names):
                 self._round = (world.loop.time(), world.jumped, seeding)
                 self._limit = _LONGEST if seeding else max(self._until - world.loop.time(), 0.0)  # a clock may have jumped past it
                 known = self.coordinator._members.replicas.values()
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
+                serving = {other.name for other in known if other.version is not None and other.version.order == (epoch, number)}
+                if seeding and (again := sorted(serving.intersection(names))):
+                    world.violated("spoiled", f"{again} are taken out of service for the version that they serve")
             case ReplicaEnded(result=result) if result.error is None:
                 seen[f"delivery {result.delivery}"] += 1
                 fed = f"fed by {_SOURCES.get(result.source, 'a replica')}"

@@ -431,7 +431,7 @@ class Coordinator:
         Raises:
             MembershipError: A replica is unknown, incomplete or refused, or none needs seeding.
             StaleSource: No version can be read.
-            Aborted: A publication took precedence. It updates these replicas.
+            Aborted: A publication took precedence, or another round updated these replicas.
         """
         self._check_open()
         limit = RoundDeadline(min(timeout or self.settings.timeout, self.settings.timeout))
@@ -446,7 +446,7 @@ class Coordinator:
                 raise MembershipError(f"replica {name} cannot be updated: {replica.refusal}")
         if not names:
             raise MembershipError("every connected replica serves the newest version: there is nothing to update")
-        return await self._seed(names, limit)
+        return await self._seed(names, limit, late=replicas is None)
 
     async def _seed(self, names: Sequence[str], deadline: RoundDeadline, *, late: bool = False) -> RoundResult:
         async with self._serialize(deadline) as queued:  # a round that this one waited for may have updated who was late

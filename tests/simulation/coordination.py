@@ -184,11 +184,14 @@ class CoordinatorProcess(Process):
                 seen[f"phase {phase}"] += 1
                 if phase == "wait" or (phase == "pause" and name in self._turns):
                     self._turns[name] = self._round[0] + self._limit - world.loop.time()
-            case RoundStarted(seeding=seeding):
+            case RoundStarted(seeding=seeding, epoch=epoch, number=number, replicas=names):
                 self._round, self._turns = (world.loop.time(), world.jumped, seeding), {}
                 self._limit = _LONGEST if seeding else max(self._until - world.loop.time(), 0.0)  # a clock may have jumped past it
                 known = self.coordinator._members.replicas.values()
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
+                serving = {other.name for other in known if other.version is not None and other.version.order == (epoch, number)}
+                if seeding and (again := sorted(serving.intersection(names))):
+                    world.violated("spoiled", f"{again} are taken out of service for the version that they serve")
             case ReplicaEnded(result=result) if result.error is None:
                 seen[f"delivery {result.delivery}"] += 1
                 fed = f"fed by {_SOURCES.get(result.source, 'a replica')}"

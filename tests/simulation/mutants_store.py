@@ -79,11 +79,21 @@ def _left_alone() -> AbstractContextManager[None]:
     return replaced((Coordinator, "leave", broken))
 
 
+def _seeded_again() -> AbstractContextManager[None]:
+    seed = Coordinator._seed
+
+    async def broken(coordinator: Coordinator, names: Any, deadline: Any, *, late: bool = False) -> Any:
+        return await seed(coordinator, names, deadline)
+
+    return replaced((Coordinator, "_seed", broken))
+
+
 STORE_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "what a replica reads from the store is compared with nothing": _nothing_compared,
     "a stored chain is applied with one delta left out": _delta_left_out,
     "a stored manifest is believed whoever signed it": _any_signature,
     "a version counts as stored before its manifest is": _stored_too_early,
     "a replica that could not read from a dying trainer waits for it": _left_alone,
+    "seeding takes out of service whom the round before it updated": _seeded_again,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -146,6 +146,8 @@ class _Storing(TrainerProcess):
 
     def leave(self) -> None:
         """Leave in good order, for a while."""
+        self.trainer._storing.close()  # takes as long as the store does
+        self.world.trouble(self, 0.0)
         self.close()
         self.crash()
         if not self.world.away:  # it took so long that it is wanted again

@@ -431,7 +431,7 @@ class Coordinator:
         Raises:
             MembershipError: A replica is unknown, incomplete or refused, or none needs seeding.
             StaleSource: No version can be read.
-            Aborted: A publication took precedence. It updates these replicas.
+            Aborted: A publication took precedence, or another round updated these replicas.
         """
         self._check_open()
         limit = RoundDeadline(min(timeout or self.settings.timeout, self.settings.timeout))
@@ -446,12 +446,12 @@ class Coordinator:
                 raise MembershipError(f"replica {name} cannot be updated: {replica.refusal}")
         if not names:
             raise MembershipError("every connected replica serves the newest version: there is nothing to update")
-        return await self._seed(names, limit)
+        return await self._seed(names, limit, late=replicas is None)
 
-    async def _seed(self, names: Sequence[str], deadline: RoundDeadline) -> RoundResult:
-        async with self._serialize(deadline) as queued:
-            if self._pending_publications:
-                raise Aborted("a publication took precedence over seeding")
+    async def _seed(self, names: Sequence[str], deadline: RoundDeadline, *, late: bool = False) -> RoundResult:
+        async with self._serialize(deadline) as queued:  # a round that this one waited for may have updated who was late
+            if self._pending_publications or (late and not (names := [name for name in self._late() if name in names])):
+                raise Aborted("another round took precedence over seeding")
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version
@@ -489,22 +489,22 @@ class Coordinator:
 
     async def _seed_in_background(self) -> None:
         try:
-            while self._seedable() is not None:
+            while self._seedable() is not None and not self._pending_publications:  # a publication's end starts this again
                 names = [name for name in self._late() if name in self._wanted]
                 self._wanted.clear()
                 if not names:
                     return
                 try:
-                    result = await self._seed(names, RoundDeadline(self.settings.timeout))
+                    result = await self._seed(names, RoundDeadline(self.settings.timeout), late=True)
                     failed = (each for each in result.replicas if each.error)
                     if again := [each.name for each in failed if each.source == STORE or not self._members.trainers]:
                         asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, again)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
-                    if self._pending_publications:  # its end starts this again
-                        return
                 except WeightSyncError as error:
                     _log.warning("could not update %s: %s", ", ".join(names), readable(str(error)))
+                    if not self._members.trainers:
+                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, names)
         finally:
             self._seeder = None
 

@@ -146,7 +146,8 @@ class Replica:
         self.fed_by = ""
         """Name of the source of its last update, for which its ranks are prepared."""
         self.refuted_by: set[str] = set()
-        """Replicas that read its version from it and then held other bytes. Emptied when it has verified a version again."""
+        """Replicas that read its version from it and then held other bytes, and itself once it says that it does not serve that
+        version. Emptied when it has verified a version again."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state} {self.version or 'without version'} {len(self.links)}/{self.world_size} ranks>"

@@ -213,6 +213,8 @@ async def _placed_at(context: RoundContext, source: Source) -> UInt64 | None:
             context.exclude(source.replica, str(error))
             _log.error("replica %s is taken out of service: %s", source.name, error)
         else:
+            if isinstance(error, StaleSource) and source.serves and source.replica is not None:
+                source.replica.refuted_by.add(source.name)  # it says so itself; the store may have a version
             _log.warning("other replicas cannot read from replica %s: %s", source.name, error)
     finally:
         source.placing.release()

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,10 +68,11 @@ class RankObjects:
         """The last version that exists in the store, and its chain."""
 
     def write(self, version: Version, published: PublishedBytes) -> tuple[StoredObject, ...]:
-        """Write the object of ``version``. Returns its chain.
+        """Write the object of ``version``: a key frame if the store has lost an object that a delta needs. Returns its chain.
 
         Raises:
             StaleSource: The region does not hold the version any more.
+            VersionError: The store does not keep what it is given.
             TransportError: The store fails.
         """
         chain = self._extends(published.changed)
@@ -90,10 +92,18 @@ class RankObjects:
         failpoints.reached("store.object_written")
         nbytes = len(header) + sum(map(len, parts))
         chain = (*chain, StoredObject(path, "delta" if chain else "key", nbytes, len(header), b"".join(hashes)))
-        for item in chain:
-            if self._store.size(item.path) != item.nbytes:
-                raise VersionError(f"the store does not keep {item.path} as it was written")
-        return chain
+        if (lost := next((item.path for item in chain if not self._keeps(item)), None)) is None:
+            return chain
+        if len(chain) == 1:
+            raise VersionError(f"the store does not keep {lost} as it was written")
+        _log.warning("the store does not keep %s as it was written: all bytes of version %s are stored", lost, version)
+        self._confirmed = None
+        return self.write(version, published)
+
+    def _keeps(self, item: StoredObject) -> bool:
+        with suppress(StaleSource):
+            return self._store.size(item.path) == item.nbytes
+        return False
 
     def _lists(self, payload: Bytes, changed: ChangedWords) -> tuple[UInt32, UInt16]:
         """Ends and lists of the region's blocks, of changes that are listed by shards."""

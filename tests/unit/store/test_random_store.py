@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from obstore.exceptions import AlreadyExistsError
 from tests.unit.store.random_store import run_schedule
 from tests.unit.store.store_mutants import STORE_MUTANTS
@@ -14,9 +15,10 @@ from tests.unit.store.storing_process import Signing
 
 from weightsync import failpoints
 from weightsync.deadline import Deadline
-from weightsync.errors import StaleSource, VersionError
-from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, manifest_path, orders
+from weightsync.errors import VersionError
+from weightsync.store.catalog import GRACE_SECONDS, collect_garbage, load, manifest_path, orders
 from weightsync.store.objects import LocalFiles, ObjectStore
+from weightsync.store.restore import tensors_of
 from weightsync.store.signing import new_secret
 
 _SCHEDULES = 100
@@ -108,17 +110,32 @@ def test_the_trainer_of_another_epoch_keeps_the_base_of_what_it_writes(tmp_path:
 
 
 @pytest.mark.parametrize("how", ["removed", "cut"])
-def test_a_base_that_the_store_lost_is_not_extended(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_chain_that_the_store_lost_is_not_extended(tmp_path: Path, how: str, lost: int) -> None:
+    """The version is stored whole, not given up: it may be the last one (schedule 20003960 of the simulation)."""
     state = small_state()
     trainer = StoringTrainer(tmp_path, state)
+    for number in range(5):
+        change(state, 0.01, number)
+        if number == 2:
+            [item] = tmp_path.rglob(f"1.{lost}.0-*.safetensors")
+            if how == "cut":
+                item.write_bytes(item.read_bytes()[:-1])
+            else:
+                item.unlink()
+        trainer.publish(number)
+    assert trainer.kinds == [("key",), ("delta",), ("key",), ("delta",), ("delta",)]
+    version = load(trainer.store, RUN, (1, 4), trainer.key.public)
+    read = {spec.name: data.tobytes() for part in tensors_of(trainer.store, version, Deadline(30.0)) for spec, data in part}
+    assert read == {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+
+
+def test_a_store_that_keeps_no_whole_object_gets_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = StoringTrainer(tmp_path, small_state())
     trainer.publish(0)
-    [key] = tmp_path.rglob("*.safetensors")
-    if how == "cut":
-        key.write_bytes(key.read_bytes()[:-1])
-    else:
-        key.unlink()
-    change(state, 0.01, 1)
-    with pytest.raises(StaleSource if how == "removed" else VersionError):
+    monkeypatch.setattr(ObjectStore, "size", lambda store, path: 1)
+    change(trainer.state, 0.01, 1)
+    with pytest.raises(VersionError, match="does not keep"):
         trainer.publish(1)
     assert orders(trainer.store, RUN) == [(1, 0)]
 

@@ -334,7 +334,7 @@ async def agree(context: RoundContext, replica: Replica, engines: Engines, sourc
     """
     replica.require_complete()
     await wait_for_background(replica, deadline)
-    await keep_layouts(engines, context.deadline)  # until the round ends: each of its later steps has a deadline of its own
+    await keep_layouts(engines, context.deadline)  # until the round ends: each later step has its own deadline
     return await prepare(context.planner, source.ranks, replica, engines, deadline)
 
 

@@ -30,7 +30,7 @@ class SkyRLTrainerEngine(WeightsyncTrainerEngine):
     skyrl_handles_prefix_cache_reset: ClassVar[bool] = True
     """A round drops the cache itself."""
     skyrl_force_disable_expandable_segments: ClassVar[bool] = False
-    """What other processes map is not allocated by torch in a send."""
+    """Shards that other processes cannot map are published from a copy, which torch does not allocate."""
     skyrl_empty_cache_after_send: ClassVar[bool] = True
     skyrl_draft_source: WeightSource | None = None
     """SkyRL assigns it. See :meth:`send_weights`."""

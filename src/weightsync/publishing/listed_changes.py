@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -106,6 +107,7 @@ class ListedChanges(Generic[AnyStep]):
     def placed(self, epoch: int, number: int) -> None:
         """The version that was compared has this epoch and number: the base of the next one."""
         self._order = epoch, number
+        self._past = deque()  # after a version without lists it would only hold memory
         words, changed = int((self.sections.nbytes // self.sections.word).sum()), int(self._changed.sum())
         self.changed = tuple(
             ChangedWords(
@@ -234,4 +236,6 @@ class DeviceLists(ListedChanges[DeviceStep]):
             self._list_wanted(used, partial(self._unite, deadline))
 
     def _unite(self, deadline: Deadline, steps: Sequence[DeviceStep], index: int, used: int) -> int | None:
-        return self._finder.unite(steps, self._values, *self._lists_at(index, used), deadline)
+        with suppress(torch.OutOfMemoryError):  # a replica that needs these lists gets all bytes
+            return self._finder.unite(steps, self._values, *self._lists_at(index, used), deadline)
+        return None

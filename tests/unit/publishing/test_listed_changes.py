@@ -15,7 +15,7 @@ from weightsync.deadline import Deadline
 from weightsync.model import Manifest, TensorSpec
 from weightsync.publishing.listed_changes import DeviceLists, HostLists, ListedChanges
 from weightsync.tensors.changes import Step
-from weightsync.tensors.cuda.changes import DeviceStep
+from weightsync.tensors.cuda.changes import ChangeFinder, DeviceStep
 from weightsync.tensors.memory_layout import packed_layout
 from weightsync.tensors.shards import shard
 
@@ -38,6 +38,18 @@ def test_a_version_that_changes_too_much_or_fails_ends_what_is_remembered() -> N
         lists.placed(1, number)
         seen.append([base for _, base in lists.history])
     assert seen == [[], [1], [1, 2], [], [4], [4, 5]]
+
+
+def test_where_uniting_finds_no_memory_only_the_last_changes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(ChangeFinder, "unite", fail)
+    layout = packed_layout(MANIFEST, SHARDS)
+    lists = DeviceLists(MANIFEST, layout, True, 0, layout.regions[0], DEVICE)
+    lists.use(torch.zeros(lists.end, dtype=torch.uint8, device=DEVICE))
+    lists.start(lists.sections.offset, lists.sections.offset)
+    assert lists._unite(Deadline(1.0), [], 1, 0) is None
 
 
 @pytest.mark.timeout(400)  # the interpreter is slow

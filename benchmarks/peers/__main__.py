@@ -1,8 +1,9 @@
-"""Measure weightsync and other systems on the same tensors, one after the other, from GPU 0 to GPU 1 of this host.
+"""Measure weightsync and other systems on the same tensors, one after the other, between two processes on GPUs of this host.
 
-``python -m benchmarks.peers --out peers.json``. Each way has processes of its own and a deadline; one that hangs or fails
-is ended and becomes a row that says so, and the next one runs. Times count until the tensors are in the receiver's memory, and they
-are compared after every round. The file has the form of ``docs/data/peers.json``, and is complete after each row.
+``python -m benchmarks.peers --out peers.json``: from GPU 0 to GPU 1, or with ``--gpus 1`` within a GPU that both share. Each way
+has separate processes and a deadline; one that hangs or fails is ended and becomes a row that says so, and the next one runs. Times
+count until the tensors are in the receiver's memory, and they are compared after every round. The file has the form of
+``docs/data/peers.json``, and is complete after each row.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class _Run:
         self.model: str = options.model
         self.rounds: int = options.rounds
         self.device: str = options.device
+        self.gpus: int = options.gpus
         self.paths = Paths(vllm=options.vllm, nemo_rl=options.nemo_rl, nccl=options.nccl)
         self.specs = tensors_of(read_configuration(self.model))
         self.nbytes = sum(spec.nbytes for spec in self.specs)
@@ -61,7 +63,7 @@ class _Run:
             if way.mover:
                 row |= self._moved(way, deadline)
             elif self.device != "cuda":
-                row["absent"] = "needs two CUDA devices"
+                row["absent"] = "needs CUDA devices"
             else:
                 row |= self._ours(way, deadline)
         except (WeightSyncError, RuntimeError, OSError, ValueError) as error:
@@ -94,9 +96,10 @@ class _Run:
         with ExitStack() as owned:
             peers = []
             for rank in range(2):
+                gpu = min(rank, self.gpus - 1)
                 job = RankJob(
                     model=self.model, rank=rank, device=self.device, rendezvous=str(self._folder / f"store{self._cases}"),
-                    port=port, mover=way.mover, settings=settings, paths=self.paths, seconds=deadline.remaining(what),
+                    port=port, mover=way.mover, gpu=gpu, settings=settings, paths=self.paths, seconds=deadline.remaining(what),
                 )  # fmt: skip
                 config = {"role": "rank", "rank": rank, "job": msgspec.to_builtins(job)}
                 environment = {"PYTHONWARNINGS": "ignore", **preload}
@@ -127,9 +130,10 @@ class _Run:
         with Peer("benchmarks.peers.rank", {"role": "ours", "rank": 0}) as peer:
             peer.hear(deadline.remaining(way.name))
             if way.name == "limit":
-                rate = peer.ask(deadline.remaining(way.name), do="limit")
+                rate = peer.ask(deadline.remaining(way.name), do="limit", gpus=self.gpus)
                 return {"move": _range([1000 * self.nbytes / rate]), "bytes_per_second": rate}
-            rounds = peer.ask(deadline.remaining(way.name), do="case", model=self.model, transport=way.name, rounds=self.rounds)[1:]
+            case = {"model": self.model, "way": way.name, "rounds": self.rounds, "gpus": self.gpus}
+            rounds = peer.ask(deadline.remaining(way.name), do="case", **case)[1:]
         return {
             "detail": f"this repository, {weightsync.__version__}",
             "move": _range([one["move_without_digest"] for one in rounds]),
@@ -161,7 +165,12 @@ def _environment(device: str) -> dict[str, Any]:
 
 def _report(run: _Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
     facts = _environment(run.device)
-    place = f"one {facts['device']} to another of the same host" if run.device == "cuda" else "one process to another, without GPUs"
+    if run.device != "cuda":
+        place = "one process to another, without GPUs"
+    elif run.gpus == 1:
+        place = f"one process to another on one {facts['device']}"
+    else:
+        place = f"one {facts['device']} to another of the same host"
     size = f"{run.nbytes / 1e9:.0f} GB" if run.nbytes >= 1e9 else f"{run.nbytes:,} bytes"
     return {
         "what": f"{size} in {len(run.specs):,} tensors ({run.model}, bfloat16) from {place}",
@@ -200,6 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=400, help="for everything; what has no time left says so")
     parser.add_argument("--only", default="", help=f"some of {','.join(way.name for way in WAYS)}")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="1: both processes share a GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: over gloo, to try the driver")
     parser.add_argument("--vllm", default="", help="folder with vLLM's packed_tensor.py, if it is not installed")
     parser.add_argument("--nemo-rl", default="", help="folder with NeMo-RL's packed_tensor.py, if it is not installed")
@@ -210,15 +220,15 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"unknown ways: {', '.join(sorted(unknown))}")
     if options.rounds < 1:
         raise ConfigurationError("a benchmark needs at least one round")
-    if options.device == "cuda" and torch.cuda.device_count() < 2:
-        raise ConfigurationError(f"this needs two GPUs; here are {torch.cuda.device_count()}. --device cpu tries the driver")
+    if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
+        raise ConfigurationError(f"GPUs needed: {options.gpus}; here: {torch.cuda.device_count()}. --device cpu tries the driver")
     console = Console(stderr=True, width=170)
     deadline = Deadline(options.seconds)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run = _Run(options, Path(folder), console)
         for way in WAYS:
-            if names and way.name not in names:
+            if (names and way.name not in names) or options.gpus not in way.gpus:
                 continue
             try:
                 enough = deadline.remaining(way.name) >= _LEAST_SECONDS

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -45,13 +45,14 @@ class RankJob(msgspec.Struct, frozen=True, kw_only=True):
     """A file that both ranks can write."""
     port: int
     mover: str
+    gpu: int = 0
     settings: dict[str, Any] = {}
     paths: Paths = Paths()
     seconds: float = 60.0
 
     def on(self) -> torch.device:
         """Return this rank's device."""
-        return torch.device("cuda", self.rank) if self.device == "cuda" else torch.device(self.device)
+        return torch.device("cuda", self.gpu) if self.device == "cuda" else torch.device(self.device)
 
     def store(self) -> Any:
         """Return the store in which both ranks meet."""
@@ -113,9 +114,9 @@ class _Mover:
     def __init__(self, job: RankJob) -> None:
         self.job, self.device = job, job.on()
 
-    def join(self) -> None:
+    def join(self, backend: str = "") -> None:
         """Join the default process group, through which broadcasts go."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         dist.init_process_group(
             backend, store=self.job.store(), rank=self.job.rank, world_size=2, timeout=timedelta(seconds=self.job.seconds),
             device_id=self.device if backend == "nccl" else None,
@@ -207,6 +208,57 @@ class _Vllm(_Packed):
         if job.rank:
             settings["device"] = job.on()
         super().__init__(job, module, ("packed_nccl_broadcast_producer", "packed_nccl_broadcast_consumer"), **settings)
+
+
+class _VllmIpc(_Mover):
+    """One buffer that the sender fills and the receiver maps, chunk by chunk; the next chunk begins when the last one is loaded."""
+
+    def __init__(self, job: RankJob) -> None:
+        super().__init__(job)
+        self._module, self.detail = _module("vllm", "vllm.distributed.weight_transfer.packed_tensor", job.paths.vllm)
+        self.join("gloo")
+        self.hold()
+
+    def move(self) -> None:
+        if self.job.rank == 0:
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+            chunks = self._module.packed_ipc_producer(
+                iter(self.tensors.named.items()), gpu, lambda item: item[1], buffer_size_bytes=self.job.settings["buffer_bytes"]
+            )
+            for chunk in chunks:
+                (arguments,) = chunk.ipc_handle.values()
+                plain = [tuple(value) if isinstance(value, torch.Size) else value for value in arguments]
+                for place in self._CLASSES:
+                    plain[place] = None
+                self._say(vars(chunk) | {"ipc_handle": {gpu: plain}})
+                dist.barrier()
+            self._say(None)
+        else:
+            while (chunk := self._hear()) is not None:
+                for arguments in chunk["ipc_handle"].values():
+                    for place, value in self._CLASSES.items():
+                        arguments[place] = value
+                self.tensors.load(self._module.packed_ipc_consumer(**chunk, device_index=self.device.index))
+                synchronize(self.device)
+                dist.barrier()
+
+    _CLASSES: ClassVar[dict[int, Any]] = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}
+    """What ``rebuild_cuda_tensor`` takes beside numbers and bytes, by place: always the same for a buffer of bytes."""
+
+    @staticmethod
+    def _say(chunk: dict[str, Any] | None) -> None:
+        """Give the receiver the description of a chunk, or None after the last one. vLLM sends it by Ray or HTTP, pickled."""
+        described = torch.frombuffer(bytearray(msgspec.msgpack.encode(chunk)), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(described)]), 0)
+        dist.broadcast(described, 0)
+
+    @staticmethod
+    def _hear() -> Any:
+        length = torch.zeros(1, dtype=torch.long)
+        dist.broadcast(length, 0)
+        described = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(described, 0)
+        return msgspec.msgpack.decode(described.numpy().tobytes())
 
 
 class _NemoRl(_Packed):
@@ -352,6 +404,7 @@ MOVERS: dict[str, type[_Mover]] = {
     "flat": _Flat,
     "by_tensor": _ByTensor,
     "vllm": _Vllm,
+    "vllm_ipc": _VllmIpc,
     "nemo_rl": _NemoRl,
     "m2n": _M2n,
     "checkpoint_engine": _CheckpointEngine,

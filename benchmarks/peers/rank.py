@@ -26,20 +26,20 @@ __all__ = ["main"]
 class _Ours:
     """Commands that measure weightsync itself, and the link."""
 
-    def limit(self) -> float:
-        """Return the bytes per second of the driver's copy from a peer's memory."""
+    def limit(self, gpus: int) -> float:
+        """Return the bytes per second of the driver's copy from a peer's memory, or within the only GPU."""
         from weightsync_bench.gpu_rounds import measured_rates
 
-        self._rates = measured_rates([0, 1])
-        return self._rates.peer
+        return measured_rates([0, gpus - 1]).peer
 
-    def case(self, model: str, transport: str, rounds: int) -> list[dict[str, float]]:
-        """Return the rounds of one trainer rank on GPU 0 and one engine rank on GPU 1."""
+    def case(self, model: str, way: str, rounds: int, gpus: int) -> list[dict[str, float]]:
+        """Return the rounds of one trainer rank on GPU 0 and one engine rank on the last GPU."""
         from weightsync_bench.gpu_job import Job
         from weightsync_bench.gpu_rounds import measured_rates, run_gpu_case
 
-        job = Job(name=f"{model}/{transport}", model=model, delivery="direct", on=(0,), to=(1,), transport=transport)
-        return run_gpu_case(job, measured_rates([0, 1]), rounds, lambda text: print(text, file=sys.stderr)).rounds
+        how: dict[str, Any] = {"delivery": "streamed"} if way == "streamed" else {"delivery": "direct", "transport": way}
+        job = Job(name=f"{model}/{way}", model=model, on=(0,), to=(gpus - 1,), **how)
+        return run_gpu_case(job, measured_rates([0, gpus - 1]), rounds, lambda text: print(text, file=sys.stderr)).rounds
 
 
 def _quiet(command: Callable[..., object]) -> Callable[..., object]:
@@ -69,7 +69,7 @@ def main() -> None:
     else:
         job = msgspec.convert(config["job"], RankJob)
         if job.device == "cuda":
-            torch.cuda.set_device(job.rank)
+            torch.cuda.set_device(job.gpu)
         commands = RankCommands(job)
     serve(lambda name: _quiet(getattr(commands, name)))
     os._exit(0)  # without waiting for the device, of which peers may be gone

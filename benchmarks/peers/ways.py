@@ -33,20 +33,34 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """Name in :data:`benchmarks.peers.movers.MOVERS`; empty for what :mod:`weightsync_bench` measures itself."""
     variants: tuple[dict[str, Any], ...] = ({},)
     """Settings of the mover. Each variant has processes of its own, and all of them share one row."""
+    gpus: tuple[int, ...] = (2,)
+    """Numbers of GPUs with which it is measured: with one, both processes share it."""
     seconds: float = 75.0
     """Deadline of a variant, from the start of its processes."""
 
 
 WAYS = (
-    Way(name="limit", label="The link's limit", of="floor", detail="the driver's copy of 2 GiB from the peer, for as many bytes"),
+    Way(
+        name="limit", label="The link's limit", of="floor", gpus=(1, 2),
+        detail="the driver's copy of 2 GiB from the peer, or within the GPU that both share, for as many bytes",
+    ),
     Way(
         name="flat", label="Flat NCCL broadcast", of="floor", mover="flat", detail="one contiguous buffer, pieces of 1 GiB",
     ),
-    Way(name="cuda_ipc", label="weightsync, CUDA IPC", of="weightsync", detail="this repository", seconds=110),
+    Way(name="cuda_ipc", label="weightsync, CUDA IPC", of="weightsync", gpus=(1, 2), detail="this repository", seconds=110),
+    Way(
+        name="streamed", label="weightsync, streamed", of="weightsync", gpus=(1,), detail="this repository, through a loader",
+        seconds=110,
+    ),
     Way(name="nccl", label="weightsync, NCCL", of="weightsync", detail="this repository", seconds=110),
     Way(
         name="vllm", label="vLLM's packed broadcast", of="other", mover="vllm", variants=({"buffers": 2}, {"buffers": 3}),
         detail="2 and 3 buffers of 1 GiB",
+    ),
+    Way(
+        name="vllm_ipc", label="vLLM's packed IPC", of="other", mover="vllm_ipc", gpus=(1,),
+        variants=({"buffer_bytes": 1 << 30}, {"buffer_bytes": 4 << 30}),
+        detail="one buffer of 1 GiB, and of 4; handles by gloo; the receiver clones each tensor, as vLLM does, and copies it",
     ),
     Way(
         name="nemo_rl", label="NeMo-RL's packed engine", of="other", mover="nemo_rl", variants=({"buffers": 2}, {"buffers": 3}),

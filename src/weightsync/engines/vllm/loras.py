@@ -131,19 +131,23 @@ class WorkerLoras:
         """See :meth:`EngineAdapter.stage_lora`."""
         arranged, dtype = self._arranged, self._config.lora_dtype
         as_served = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
-        by_name = dict(zip(as_served, copied(list(as_served.values())), strict=True))
+        scaled = dict[str, list[float]]()
         for name, stack in arranged.stacks.items():
             modules = [arranged.modules.get(spec.name) for spec in stack]
             factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
             if set(factors) != {1.0}:
-                as_served[name] = by_name[name]  # first computed there
-                parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
-                for part, factor in parts:
-                    part.mul_(factor)
-        slots, digesting = arranged.slots, None
+                scaled[name] = factors
+        by_name = copied({name: as_served[name] for name in scaled})  # first computed there
+        for name, factors in scaled.items():
+            parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
+            for part, factor in parts:
+                part.mul_(factor)
+        slots, digesting, plain = arranged.slots, None, {name: as_served[name] for name in as_served if name not in scaled}
+        as_served |= by_name
         with ThreadPoolExecutor(1, "weightsync-lora-digest") as beside:
             if isinstance(slots, LoraSlotLayout):
                 digesting = beside.submit(slots.digests, as_served)
+            by_name |= copied(plain)
             model = self._model(arranged, spec, by_name)
         if slots is None:
             try:
@@ -226,17 +230,17 @@ def _helper(spec: AdapterSpec) -> PEFTHelper:
     return PEFTHelper(r=rank, lora_alpha=rank, target_modules=[], use_dora=spec.config.dora)
 
 
-def copied(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copied(stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a copy of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one.
 
     They share pieces of memory, because torch rounds pinned memory up to a power of two, and pinning takes long.
     """
-    copies, piece, left = list[torch.Tensor](), torch.empty(0), sum(stack.numel() for stack in stacks)
-    for stack in stacks:
+    copies, piece, left = dict[str, torch.Tensor](), torch.empty(0), sum(stack.numel() for stack in stacks.values())
+    for name, stack in stacks.items():
         if piece.numel() < stack.numel():
             room = max(stack.numel(), min(left, _PIECE))
             piece = torch.empty(room, dtype=stack.dtype, pin_memory=torch.cuda.is_available())
-        copies.append(piece[: stack.numel()].view(stack.shape).copy_(stack))
+        copies[name] = piece[: stack.numel()].view(stack.shape).copy_(stack)
         piece, left = piece[stack.numel() :], left - stack.numel()
     return copies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from tests.integration.server.service_support import fast, free_port
@@ -37,22 +37,31 @@ class Wire:
     def __init__(self, to: Address) -> None:
         self.to = to
         self.writers: set[asyncio.StreamWriter] = set()
+        self._carrying: set[asyncio.Task[None]] = set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self.to.host, self.to.port)
-        self.writers |= {writer, back}
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        both = {writer}
+        self.writers.add(writer)
+        try:
+            there, back = await asyncio.open_connection(self.to.host, self.to.port)
+            both.add(back)
+            self.writers.add(back)
+            await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+        finally:
+            for writer in both:
+                writer.transport.abort()
 
-        async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            try:
-                while data := await source.read(65536):
-                    target.write(data)
-                    await target.drain()
-            except ConnectionError:
-                pass
-            finally:
-                target.close()
-
-        await asyncio.gather(carry(reader, back), carry(there, writer))
+    @staticmethod
+    async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        target.close()
 
     def cut(self) -> None:
         for writer in self.writers:
@@ -66,7 +75,11 @@ class Wire:
             yield Address("http", "127.0.0.1", server.sockets[0].getsockname()[1])
         finally:
             server.close()
-            self.cut()
+            carrying = list(self._carrying)
+            for task in carrying:  # also one that is just connecting, which no cut can reach
+                task.cancel()
+            await asyncio.gather(*carrying, return_exceptions=True)
+            await asyncio.sleep(0)  # sockets of aborted connections are closed by the loop's next step
 
 
 async def test_pushed_fetched_acknowledged(settings: ClientSettings) -> None:

@@ -256,7 +256,8 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
                     differ.append(published != served.answers("base"))
                     served.unload(f"own{seed}")
                     served.unload(f"twice{seed}")
-                    print(f"version {number}: published in {taken[-1]:.3f} s, loaded by vLLM in {own[-1]:.3f} s", flush=True)
+                    parts = ", ".join(f"{name} {1000 * value:.0f}" for name, value in result.phases.items())
+                    print(f"version {number}: published in {taken[-1]:.3f} s ({parts} ms), by vLLM in {own[-1]:.3f} s", flush=True)
                 (replica,) = result.replicas
                 seen |= {
                     "first_ms": milliseconds(taken[:1])[0], "publish_ms": milliseconds(taken[1:]),

@@ -41,6 +41,8 @@ class _Router(ABC):
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, run: str) -> None:
         self.name, self._client, self._url, self._run = name, client, url, run
         self.changed, self.settled = asyncio.Event(), asyncio.Event()
+        self.known: dict[str, str] = {}
+        """Replicas by URL that it may still send requests to."""
         self._trouble = ""
 
     def stale(self) -> None:
@@ -166,8 +168,13 @@ class Routers:
         while True:
             entry.changed.clear()
             try:
+                # A replica that has come back under another URL is withdrawn under its earlier one.
+                routes = {url: (name, None) for url, name in entry.known.items()} | self._coordinator.routes()
+                serving = {url: name for url, (name, version) in routes.items() if version is not None}
+                entry.known |= serving
                 async with asyncio.timeout(_ATTEMPT_SECONDS):
-                    done = await entry.tell(self._coordinator.routes())
+                    done = await entry.tell(routes)
+                entry.known = serving if done else entry.known
             except TimeoutError:
                 entry.failed(f"no answer within {_ATTEMPT_SECONDS:g} s")
             except Exception as error:  # noqa: BLE001 - logged: whatever a router does, it must be told again

@@ -98,9 +98,10 @@ class Fleet:
         self.trainer = owned.enter_context(Trainer(self.source, self.server.url, token=self.server.token))
         self.engines = [self.join(number) for number in (0, 1)]
 
-    def join(self, number: int) -> Engine:
+    def join(self, number: int, name: str = "") -> Engine:
         self._monkeypatch.setenv("WEIGHTSYNC_REPLICA_URL", f"http://replica-{number}:8000/")
-        engine = Engine(ModuleAdapter(torch.nn.Linear(4, 4)), f"replica-{number}", self.server.url, token=self.server.token)
+        name = name or f"replica-{number}"
+        engine = Engine(ModuleAdapter(torch.nn.Linear(4, 4)), name, self.server.url, token=self.server.token)
         return self._owned.enter_context(engine)
 
     def publish(self, number: int) -> float:
@@ -205,6 +206,21 @@ def test_a_router_that_lost_its_state_gets_it_again_and_keeps_what_is_not_ours(
     router.workers["http://another:8000"] = "another"
     fleet.engines[1].close()
     wait_for("its withdrawal", lambda: router.workers.keys() == {"http://another:8000", "http://replica-0:8000"})
+
+
+def test_a_replica_that_comes_back_under_another_url_is_withdrawn_under_its_earlier_one(
+    owned: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, hook = owned.enter_context(Fake().running()), owned.enter_context(Fake().running())
+    fleet = Fleet(owned, monkeypatch, f"sglang+http://127.0.0.1:{router.port}", f"webhook+http://127.0.0.1:{hook.port}/hook")
+    fleet.publish(1)
+    wait_for("the workers", lambda: router.workers.keys() == {"http://replica-0:8000", "http://replica-1:8000"})
+    router.answer = lambda: b"no json"  # so it hears of nothing in between
+    fleet.engines[1].close()
+    fleet.join(2, "replica-1")
+    wait_for("the new URL", lambda: hook.serving.get("replica-1") == "run@1")
+    router.answer = None
+    wait_for("the new URL alone", lambda: router.workers.keys() == {"http://replica-0:8000", "http://replica-2:8000"}, 10.0)
 
 
 @with_router

@@ -58,7 +58,7 @@ RELEASES = {
         "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver": "_pull_raw_reqs",
         "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager": "resume_memory_occupation",
         "sglang.srt.managers.tokenizer_manager:TokenizerManager": "init_request_dispatcher _update_weight_version_if_provided "
-        "_resolve_lora_path",
+        "_validate_and_resolve_lora",
         "sglang.srt.lora.lora:LoRAAdapter": "initialize_weights_from_tensors",
         "sglang.srt.lora.lora_manager:LoRAManager": "unload_lora_adapter",
         "sglang.srt.lora.lora_registry:LoRARegistry": "register unregister wait_for_unload get_all_adapters",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +54,33 @@ class _Demands(NamedTuple):
         )
 
 
+@dataclass
+class _Request:
+    """A request that the middleware has passed on, and the version that was served then."""
+
+    wanted: _Demands
+    label: str | None
+    contradiction: str = ""
+
+
+_current = ContextVar[_Request | None]("weightsync_request", default=None)
+"""The one in whose context an engine runs: tasks that a server makes for it have a copy."""
+
+
+def check_adapter(label: str | None) -> None:
+    """Raise ValueError if the request of this context names another version in its headers than ``label``, which it is to get.
+
+    ``label`` is that of an adapter, by the model in its body; ``None``: without one of ours. Engines call this when they know. The
+    middleware answers 409 then, whatever the server makes of the error. Servers take a ValueError for a fault of their client, and
+    close no connection.
+    """
+    request = _current.get()
+    if request is not None and not request.wanted.allows(request.label, [] if label is None else [label]):
+        named = "no adapter of weightsync's" if label is None else label
+        request.contradiction = f"the headers of the request ask for {request.wanted.shown}, and its body for {named}"
+        raise ValueError(request.contradiction)
+
+
 class VersionedRequests:
     """Middleware that refuses requests which name another version than the one that would answer, and says which one answered.
 
@@ -95,16 +124,20 @@ class VersionedRequests:
         if not wanted.allows(label, adapters := self._adapters()):
             await _refuse(send, scope, wanted, label, adapters)
             return
-        watched = self._watched(send, scope, wanted, label, of_adapter=bool(wanted.among(adapters)))
-        await self._app(scope, receive, watched)
+        request = _Request(wanted, label)
+        before = _current.set(request)
+        try:
+            await self._app(scope, receive, self._watched(send, scope, request, of_adapter=bool(wanted.among(adapters))))
+        finally:
+            _current.reset(before)
 
-    def _watched(self, send: Send, scope: Scope, wanted: _Demands, label: str | None, *, of_adapter: bool) -> Send:
+    def _watched(self, send: Send, scope: Scope, request: _Request, *, of_adapter: bool) -> Send:
         """Add the version to the answer. Let nothing out that a version may have generated which is not wanted.
 
         ``of_adapter``: a version of an adapter is wanted. Then the headers wait for the first part of the body, because a server
         may send them before it looks the adapter's name up (SGLang does).
         """
-        begun, refused = False, False
+        begun, refused, wanted, label = False, False, request.wanted, request.label
         start: Message | None = None
         adapters: Collection[str] = ()
 
@@ -116,6 +149,10 @@ class VersionedRequests:
                 start = message
                 return
             now = self._label()
+            if request.contradiction and not begun:
+                refused = True
+                await _conflict(send, scope, request.contradiction, now)
+                return
             if not begun:  # an answer that has begun keeps its adapter, even if another is published
                 adapters = list(self._adapters())
             # While an update runs, what comes may be of the version before, which is well for all that do not want exactly one.
@@ -160,7 +197,10 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, byte
 
 async def _refuse(send: Send, scope: Scope, wanted: _Demands, label: str | None, adapters: Collection[str]) -> None:
     has = ", ".join([*filter(None, [label]), *wanted.among(adapters)])
-    message = f"the request asks for {wanted.shown}, and this server has {has or _NONE}"
+    await _conflict(send, scope, f"the request asks for {wanted.shown}, and this server has {has or _NONE}", label)
+
+
+async def _conflict(send: Send, scope: Scope, message: str, label: str | None) -> None:
     await _answer(send, scope, HTTPStatus.CONFLICT, _error(HTTPStatus.CONFLICT, message, label), label)
 
 

@@ -79,6 +79,23 @@ class Tokenizer:
             return str(error)
         return [each["output_ids"] for each in last] if isinstance(last, list) else last["output_ids"]
 
+    async def demand(self, adapter: str | None, version: str, prompt: list[int]) -> int:
+        """Return the status of a request for ``adapter`` whose headers ask for ``version``, as SGLang's server would answer."""
+        from weightsync.external import VersionedRequests
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            answer = await asyncio.create_task(self.generate(adapter, 1, prompt))
+            await send({"type": "http.response.start", "status": 400 if isinstance(answer, str) else 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        sent, live = list[Any](), self._manager._weightsync_loras.live
+        scope: Any = {"type": "http", "path": "/generate", "headers": [(b"x-weightsync-version", version.encode())]}
+        await VersionedRequests(app, lambda: None, lambda: live)(scope, send, send)  # type: ignore[arg-type]
+        return int(sent[0]["status"])
+
     async def stand_still(self, seconds: float) -> None:
         """Block the event loop."""
         time.sleep(seconds)  # noqa: ASYNC251 - on purpose

@@ -243,6 +243,9 @@ def test_answers_equal_those_of_sglangs_own_loading_and_its_routes_stay_usable(
     save_file({f"base_model.model.{name}": tensor for name, tensor in matrices.items()}, tmp_path / "adapter_model.safetensors")
     assert not served.tokenizer.ask("load", "carol/own", str(tmp_path))
     with Adapters(matrices, base=trainer, alpha=8) as adapters:
+        shadowing = adapters.publish("carol/own", 1, timeout=60.0).replicas[0]
+        assert "SGLang has loaded another adapter as carol/own" in str(shadowing.error)
+        adapters.retire("carol/own", keep=0)
         adapters.publish("alice/same", 1, timeout=60.0)
         assert served.answer("alice/same") == served.answer("carol/own") == served.expected(matrices, 2.0)
         assert not served.tokenizer.ask("load", "alice/same@2", str(tmp_path))
@@ -382,6 +385,16 @@ def test_a_tokenizer_that_does_not_answer_fails_the_version_and_frees_it_later(s
         blocked.result(SECONDS)
         served.wait_until_held([])
         assert "does not serve alice/late; it serves no adapter" in served.answer("alice/late")
+
+
+def test_headers_that_ask_for_another_version_than_the_body_are_a_conflict(served: Served, trainer: Trainer) -> None:
+    with Adapters(lora(6), base=trainer, alpha=8) as adapters:
+        for number in (1, 2):
+            adapters.publish("alice/named", number, timeout=60.0)
+        models = ("alice/named", "alice/named@2", "alice/named@1", None)
+        statuses = [served.tokenizer.ask("demand", model, "alice/named@2", PROMPT) for model in models]
+        assert statuses == [200, 200, 409, 409]
+        adapters.retire("alice/named", keep=0)
 
 
 def test_an_adapter_that_weightsync_does_not_serve_is_still_an_error_of_sglang(served: Served) -> None:

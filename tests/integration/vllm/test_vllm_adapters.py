@@ -15,6 +15,8 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert seen["publish1"] == seen["publish2"] == [[None, "installed", 0.0]]
     assert seen["differ"] and seen["newest"] and seen["first"] and seen["again"]
     assert seen["unknown"] == seen["gone"] == [404, 404]
+    assert seen["contradicted"] == [200] * 4 + [409] * 4, "headers that ask for another version than the body"
+    assert "choose another name" in seen["taken"] and "@" not in seen["base before"]
     assert seen["retired"] == ["alice/math@1", "alice/math@2"]
     assert seen["running"] == [True, True], "a request that ran kept its version"
     assert seen["newer"] and seen["others"] and all(seen["evicted"])

@@ -43,7 +43,7 @@ class Asked:
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
 
-    def raw(self, model: str, prompt: list[int], tokens: int = TOKENS) -> httpx.Response:
+    def raw(self, model: str, prompt: list[int], tokens: int = TOKENS, headers: dict[str, str] | None = None) -> httpx.Response:
         wish = {
             "model": model,
             "prompt": prompt,
@@ -52,7 +52,7 @@ class Asked:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        return self.http.post("/v1/completions", json=wish)
+        return self.http.post("/v1/completions", json=wish, headers=headers)
 
     def tokens(self, model: str) -> tuple[list[list[int]], str]:
         bodies = [self.raw(model, prompt).raise_for_status().json() for prompt in PROMPTS]
@@ -65,7 +65,7 @@ def play(directory: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with BackgroundServer(ServerSettings.load({}, port=0)) as coordinator:
         tell_environment(coordinator, directory)
-        with serving(directory, 1, {}, FLAGS) as server:
+        with serving(directory, 1, {}, (*FLAGS, "--served-model-name", "tiny", "org/tiny")) as server:
             asked = Asked(server.http)
             joined(coordinator, 1)
             at: dict[str, Any] = {"coordinator": coordinator.url, "token": coordinator.token}
@@ -84,6 +84,15 @@ def play(directory: str) -> dict[str, Any]:
                 seen["first"] = asked.tokens("alice/math@1") == (expected[1], "alice/math@1")
                 seen["again"] = asked.tokens("alice/math")[0] == expected[2]
                 seen["unknown"] = [asked.raw(name, PROMPTS[0]).status_code for name in ("alice/math@3", "bob/code")]
+                for model in ("alice/math", "alice/math@2", "alice/math@1", "tiny"):
+                    for demand in ("Version", "Min-Version"):
+                        answer = asked.raw(model, PROMPTS[0], headers={f"X-Weightsync-{demand}": "alice/math@2"})
+                        seen.setdefault("contradicted", []).append(answer.status_code)
+                try:
+                    adapters.publish("org/tiny", 1, timeout=60)
+                except RoundFailed as error:
+                    seen["taken"] = str(error)
+                seen["base before"] = asked.raw("org/tiny", PROMPTS[0]).json()["model"]
                 running: list[httpx.Response] = []
                 long = threading.Thread(target=lambda: running.append(asked.raw("alice/math", PROMPTS[0], 120)))
                 long.start()

@@ -10,7 +10,7 @@ import pytest
 
 from weightsync.errors import VersionError
 from weightsync.external import VersionedRequests
-from weightsync.external.versioned_requests import HEALTH_PATH
+from weightsync.external.versioned_requests import HEALTH_PATH, check_adapter
 from weightsync.model import Version
 
 VERSION = Version("run", 7, "ab" * 16, "cd" * 8)
@@ -206,6 +206,48 @@ def test_an_exact_request_is_never_answered_by_a_newer_adapter_and_keeps_its_own
     sent = server.ask(headers)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     assert sent[0]["status"] == 409 and b"alice/math@11" in sent[1]["body"] and b"bob" not in sent[1]["body"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("header", "body", "status"),
+    [
+        ("X-Weightsync-Version: alice/math@10", "alice/math@10", 200),
+        ("X-Weightsync-Version: alice/math@10", "alice/math@2", 409),
+        ("X-Weightsync-Version: alice/math@10", "bob/code@7", 409),
+        ("X-Weightsync-Version: alice/math@10", None, 409),
+        ("X-Weightsync-Min-Version: alice/math@3", "alice/math@10", 200),
+        ("X-Weightsync-Min-Version: alice/math@3", "alice/math@2", 409),
+        ("X-Weightsync-Min-Version: alice/math@3", None, 409),
+        ("X-Weightsync-Version: run@7", "alice/math@2", 200),
+        ("X-Weightsync-Version: run@7", None, 200),
+        ("X-Other: alice/math@10", "alice/math@2", 200),
+    ],
+)
+def test_a_body_that_contradicts_the_headers_is_a_409(header: str, body: str | None, status: int, streams: bool) -> None:
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        if streams:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        code = 200
+        try:
+            await asyncio.create_task(looked_up())  # servers run requests in tasks
+        except ValueError:
+            code = 400
+        if not streams:
+            await send({"type": "http.response.start", "status": code, "headers": []})
+        await send({"type": "http.response.body", "body": b"tokens" if code == 200 else b"an error"})
+
+    async def looked_up() -> None:
+        check_adapter(body)
+
+    server = Server()
+    server._asgi = VersionedRequests(answers, lambda: server.label, lambda: server.adapters)  # type: ignore[arg-type,return-value]
+    name, _, value = header.partition(": ")
+    assert server.status((name, value)) == status
+    assert (server.sent[-1]["body"] == b"tokens") == (status == 200)
+    if status == 409:
+        assert f"and its body for {body or 'no adapter'}".encode() in server.sent[-1]["body"]
+    check_adapter("alice/math@2")  # outside of any request
 
 
 @pytest.mark.parametrize(("label", "status"), [("run@7", 200), (VERSION, 200), (None, 503), ("weightsync:none", 503)])

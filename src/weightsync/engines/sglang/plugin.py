@@ -47,7 +47,7 @@ def register() -> None:
     HookRegistry.register(f"{RECEIVER}._pull_raw_reqs", _pulled, HookType.AFTER)
     HookRegistry.register(f"{LOADER}._initialize_model", keep_formats, HookType.AFTER)
     HookRegistry.register(f"{TOKENIZER}.init_request_dispatcher", _take_labels, HookType.AFTER)
-    HookRegistry.register(f"{TOKENIZER}._resolve_lora_path", _resolve_lora, HookType.AROUND)
+    HookRegistry.register(f"{TOKENIZER}._validate_and_resolve_lora", _resolve_lora, HookType.AROUND)
 
 
 def _run_event_loop(original: Callable[[Any], None], scheduler: Any) -> None:  # noqa: ANN401 - SGLang's

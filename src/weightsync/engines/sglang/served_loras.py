@@ -11,6 +11,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
 from weightsync.errors import VersionError
+from weightsync.external.versioned_requests import check_adapter
 from weightsync.model.lora import newest_label, served_label
 
 
@@ -41,6 +42,8 @@ class TokenizerLoras:
                 lora_id=lora_id, lora_name=label, lora_path="weightsync", pinned=True
             )  # SGLang evicts no pinned one
             try:
+                if self._is_sglangs(name := label.rpartition("@")[0]):
+                    raise ValueError(f"SGLang has loaded another adapter as {name}")
                 await self._manager.lora_registry.register(reference)
                 self.live[label] = lora_id
             except ValueError as error:  # SGLang has another one of this name
@@ -82,12 +85,16 @@ class TokenizerLoras:
             resolving.set_result(None)
 
     def _label(self, name: str | None) -> str | None:
-        if name is None or (newest_label(name, self.live) is None and self._is_sglangs(name)):
-            return name
-        try:
-            return served_label(name, self.live)
-        except VersionError as error:
-            raise ValueError(str(error)) from None
+        label = None
+        if name and not (newest_label(name, self.live) is None and self._is_sglangs(name)):
+            try:
+                name = label = served_label(name, self.live)
+            except VersionError as error:
+                raise ValueError(str(error)) from None
+        check_adapter(label)
+        return name
 
     def _is_sglangs(self, name: str) -> bool:
+        if not self._manager.enable_lora:
+            return True  # SGLang's error says it
         return name in self._manager.lora_ref_cache or name in self._manager.lora_registry.get_all_adapters()

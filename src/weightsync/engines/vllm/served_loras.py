@@ -13,7 +13,8 @@ from typing import Any
 
 from weightsync.engines.vllm.controls import DROP_LORA, LORA_PATH
 from weightsync.engines.wrapped_methods import wrap_once
-from weightsync.errors import VersionError
+from weightsync.errors import ConfigurationError
+from weightsync.external.versioned_requests import check_adapter
 from weightsync.model.lora import newest_label
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class ServedLoras:
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
         self.requests: dict[str, Any] = {}
+        self.models: frozenset[str] = frozenset()
+        """Names of the base model, which vLLM's server looks for behind those of adapters."""
         self._engine = engine
         self.live: dict[str, Any] = {}
         self._dropped: dict[str, Any] = {}
@@ -44,9 +47,10 @@ class ServedLoras:
         @functools.wraps(generate)
         async def counted(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - vLLM's
             label = "" if lora_request is None else lora_request.lora_name
-            ours = bool(label) and lora_request.lora_path.startswith(LORA_PATH)
+            ours = _is_ours(lora_request)
+            check_adapter(label if ours else None)
             if ours and label not in self.live:  # retired since its name was looked up: the workers may have freed it
-                raise VersionError(f"{label} is not served any more")
+                raise ValueError(f"{label} is not served any more")  # vLLM's server answers 400, and goes on with the connection
             self._uses[label] += ours
             try:
                 async for output in generate(*args, lora_request=lora_request, **kwargs):
@@ -61,9 +65,16 @@ class ServedLoras:
         return counted
 
     async def add(self, label: str) -> None:
-        """Let every worker take what it has staged as ``label``, then make it visible."""
+        """Let every worker take what it has staged as ``label``, then make it visible.
+
+        Raises:
+            ConfigurationError: vLLM serves something else under its name.
+        """
         from vllm.lora.request import LoRARequest
 
+        for name in (label.rpartition("@")[0], label):
+            if name in self.models or not _is_ours(self.requests.get(name), missing=True):
+                raise ConfigurationError(f"{name} is a model that vLLM was started with, or has loaded: choose another name")
         request = LoRARequest(lora_name=label, lora_int_id=next(self._ids), lora_path=f"{LORA_PATH}{label}/{uuid.uuid4().hex}")
         self._dropped[label] = request  # until every worker has it
         await self._engine.add_lora(request)
@@ -75,7 +86,7 @@ class ServedLoras:
         request = self.live.pop(label, None)
         if request is not None:
             self._dropped[label] = request
-            del self.requests[label]
+            self.requests.pop(label, None)  # vLLM's own route may have unloaded it
             self._name_newest(label)
         if not self._uses[label]:
             await self._free(label)
@@ -94,6 +105,10 @@ class ServedLoras:
         await self._engine.collective_rpc(DROP_LORA, args=(label, 0 if request is None else request.lora_int_id))
         if self._dropped.get(label) is request:  # only now: after a failure the next call frees it by its number
             self._dropped.pop(label, None)
+
+
+def _is_ours(request: Any, *, missing: bool = False) -> bool:  # noqa: ANN401 - vLLM's LoRARequest
+    return missing if request is None else request.lora_path.startswith(LORA_PATH)
 
 
 def served_loras(engine: Any) -> ServedLoras | None:  # noqa: ANN401 - vLLM's
@@ -119,6 +134,7 @@ def follow_models() -> None:
         made(self, engine_client, *args, **kwargs)
         loras = served_loras(engine_client)
         if loras is not None:
+            loras.models |= {path.name for path in self.base_model_paths}
             loras.requests.update(self.lora_requests)
             self.lora_requests = loras.requests
 

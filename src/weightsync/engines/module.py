@@ -39,7 +39,8 @@ class ModuleAdapter(EngineAdapter):
         include_buffers: Whether persistent buffers are updated too.
         process_group: The ranks that use the module in step; all call :meth:`in_use` equally often. Defaults to the ranks of the
             mesh of the module's DTensors.
-        adapter_slots: Versions of LoRA adapters that the module holds at most; see :class:`weightsync.Adapters`.
+        adapter_slots: Versions of LoRA adapters that the module holds at most; see :class:`weightsync.Adapters`. What
+            ``torch.compile`` compiled before is compiled again, because it would not compute with them.
         max_lora_rank: Their largest rank.
     """
 

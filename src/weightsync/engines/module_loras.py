@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,8 +41,12 @@ class ModuleLoras:
         self.slots = slots
         self._held: dict[str, _HeldMatrices] = {}
         self._lock = threading.RLock()
-        self._hooked: set[str] = set()
         self._active: _HeldMatrices | None = None
+        for name, layer in self._module.named_modules(remove_duplicate=False):
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_hook(self._hook(name))
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled before looks for no hooks that came later
 
     def check(self, spec: AdapterSpec, manifest: Manifest) -> None:
         """See :meth:`EngineAdapter.check_lora`."""
@@ -106,9 +111,6 @@ class ModuleLoras:
             with self._lock:
                 label, held, version = self._find(adapter)
                 held.users += 1
-            for name in held.pairs.keys() - self._hooked:
-                self._layer(adapter, name).register_forward_hook(self._hook(name))
-                self._hooked.add(name)
             self._active = held
             yield version
         finally:

@@ -18,11 +18,13 @@ PREFIX = "base_model.model."
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+MAX_FACTOR = 1e9
+"""The largest alpha, and scaling of a module."""
 _MATRIX = 2  # dimensions
 _SHOWN = 3
 
 _Module = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-_Factor = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+_Factor = Annotated[float, msgspec.Meta(ge=-MAX_FACTOR, le=MAX_FACTOR)]
 
 
 class LoraSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,7 +139,7 @@ def lora_modules(manifest: Manifest) -> list[LoraModule]:
         for module, pair in pairs.items()
         if len(pair) != len("AB")
         or any(len(spec.shape) != _MATRIX for spec in pair.values())
-        or pair["A"].shape[0] != pair["B"].shape[1]
+        or not 0 < pair["A"].shape[0] == pair["B"].shape[1]
     ]
     if broken or not pairs:
         what = ", ".join(broken[:_SHOWN]) or "no module"

@@ -12,6 +12,9 @@ from weightsync.model.version import Version
 from weightsync.protocol.fields import Many, Message, Number
 from weightsync.protocol.plan_messages import PlanSlice
 
+MAX_KEPT = 1 << 20
+"""The most versions of a name that may be kept."""
+
 AdapterName = Annotated[str, msgspec.Meta(max_length=129)]
 
 
@@ -73,7 +76,7 @@ class RetireLora(Message, frozen=True):
     """Let every replica drop all its versions of an adapter except the newest ``keep``. Answered by :class:`Retired`."""
 
     name: AdapterName
-    keep: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    keep: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEPT)]
 
 
 class Retired(Message, frozen=True):

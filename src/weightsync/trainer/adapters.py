@@ -22,8 +22,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ProtocolError, RoundFailed, VersionError, WeightSyncError
 from weightsync.forks import Origin
 from weightsync.model import Manifest, Version
-from weightsync.model.lora import PREFIX, AdapterSpec, LoraConfig, adapter_label, check_adapter_name, lora_modules
-from weightsync.protocol.lora_messages import Retired, RetireLora
+from weightsync.model.lora import MAX_FACTOR, PREFIX, AdapterSpec, LoraConfig, adapter_label, check_adapter_name, lora_modules
+from weightsync.protocol.lora_messages import MAX_KEPT, Retired, RetireLora
 from weightsync.protocol.messages import Hello, Publish, RoundResult
 from weightsync.publishing.published_shards import publishing_transports
 from weightsync.tensors.shards import FollowedShards, Shard, ShardedState, checkpoint_name, dtype_name, torch_dtype
@@ -187,13 +187,13 @@ class Adapters(Closeable):
         newest ``keep`` until it has them. Returns the labels of those that were retired somewhere.
 
         Raises:
-            ConfigurationError: ``keep`` is no number from 0.
+            ConfigurationError: ``keep`` is no number from 0 to 2^20.
             MembershipError: No version of ``name`` is known.
             RoundFailed: A replica could not be told. It drops them when it has reconnected.
         """
         check_adapter_name(name)
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise ConfigurationError(f"keep is a number from 0, not {keep!r}")
+        if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= MAX_KEPT:
+            raise ConfigurationError(f"keep is a number from 0 to {MAX_KEPT:,}, not {keep!r}")
         answer = self._publisher.retire(name, keep, timeout)
         if answer.errors:
             raise RoundFailed(f"versions of {name} were retired, but not everywhere: {'; '.join(answer.errors)}")
@@ -226,8 +226,13 @@ def adapter_of(
     Raises:
         ConfigurationError: The model has no such adapter, or it has parts that cannot be published.
     """
-    if isinstance(state, torch.nn.Module):
-        return _of_model(state, which)
+    tensors, config = _of_model(state, which) if isinstance(state, torch.nn.Module) else _of_tensors(state, alpha, rslora)
+    if not all(abs(factor) <= MAX_FACTOR for factor in (config.alpha, *config.scalings.values())):
+        raise ConfigurationError(f"an adapter's lora_alpha and scalings are numbers of at most {MAX_FACTOR:g}, and not NaN")
+    return tensors, config
+
+
+def _of_tensors(state: State, alpha: float | None, rslora: bool) -> tuple[State, LoraConfig]:
     if alpha is None:
         raise ConfigurationError("an adapter given as tensors needs its lora_alpha: Adapters(state, base=..., alpha=...)")
     state = state if isinstance(state, ShardedState) else {_name(name): tensor for name, tensor in state.items()}
@@ -242,6 +247,8 @@ def _of_model(model: torch.nn.Module, which: str) -> tuple[dict[str, torch.Tenso
     config = configs.get(which)
     if config is None:
         raise ConfigurationError(f"the model has no PEFT adapter {which!r}; it has {', '.join(configs) or 'none'}")
+    if getattr(config, "peft_type", "LORA") != "LORA":
+        raise ConfigurationError(f"the adapter {which!r} is of PEFT's type {config.peft_type}, and only LoRA can be published")
     if getattr(config, "bias", "none") != "none" or getattr(config, "modules_to_save", None):
         raise ConfigurationError("biases and modules_to_save cannot be published as part of an adapter: train it without them")
     if getattr(config, "alora_invocation_tokens", None):

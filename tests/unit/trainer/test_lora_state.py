@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -27,4 +28,27 @@ def test_no_part_of_a_peft_model_is_left_out(more: str) -> None:
         assert len(adapter_of(model, "default", None, False)[0]) == 2  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigurationError, match=r"B\.default\.bias|trainable_tokens_delta\.default|activated LoRA"):
+        adapter_of(model, "default", None, False)
+
+
+def matrices(rank: int = 4) -> dict[str, torch.Tensor]:
+    return {"q.lora_A.weight": torch.ones(rank, 8), "q.lora_B.weight": torch.ones(8, rank)}
+
+
+@pytest.mark.parametrize("alpha", [math.nan, math.inf, -math.inf, 1e30])
+def test_an_alpha_that_the_coordinator_would_not_take_is_refused_here(alpha: float) -> None:
+    with pytest.raises(ConfigurationError, match="lora_alpha"):
+        adapter_of(matrices(), "default", alpha, False)
+
+
+def test_a_module_of_rank_zero_is_no_part_of_an_adapter() -> None:
+    other = {name.replace("q", "k"): tensor for name, tensor in matrices(0).items()}
+    with pytest.raises(ConfigurationError, match="needs for each module"):
+        adapter_of(matrices() | other, "default", 8, False)
+
+
+def test_peft_adapters_of_other_types_are_refused() -> None:
+    model = torch.nn.Module()
+    model.peft_config = {"default": SimpleNamespace(peft_type="IA3")}  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="type IA3, and only LoRA"):
         adapter_of(model, "default", None, False)

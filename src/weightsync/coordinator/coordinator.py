@@ -38,6 +38,7 @@ from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.loras import Loras
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
+from weightsync.coordinator.postponed import Postponed
 from weightsync.coordinator.publications import REMEDY, Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
@@ -82,6 +83,7 @@ class Coordinator:
         self._seeding: asyncio.Task[RoundResult] | None = None
         self._seeder: asyncio.Task[None] | None = None
         self._wanted: set[str] = set()  # replicas to seed in the background
+        self._again = Postponed(STORE_SECONDS, self._seed_wanted)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.rounds = 0
         """Number of the run's last round, which may have been an earlier coordinator's."""
@@ -497,14 +499,12 @@ class Coordinator:
                 try:
                     result = await self._seed(names, RoundDeadline(self.settings.timeout), late=True)
                     failed = (each for each in result.replicas if each.error)
-                    if again := [each.name for each in failed if each.source == STORE or not self._members.trainers]:
-                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, again)
+                    self._again.add(each.name for each in failed if each.source == STORE or not self._members.trainers)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
                 except WeightSyncError as error:
                     _log.warning("could not update %s: %s", ", ".join(names), readable(str(error)))
-                    if not self._members.trainers:
-                        asyncio.get_running_loop().call_later(STORE_SECONDS, self._seed_wanted, names)
+                    self._again.add(() if self._members.trainers else names)
         finally:
             self._seeder = None
 

@@ -72,6 +72,23 @@ async def test_seeding_that_found_no_source_is_repeated_while_there_is_no_traine
     world.check()
 
 
+@virtual
+async def test_a_replica_that_came_and_went_is_not_seeded_more_often_for_that() -> None:
+    world = await served()
+    for _ in range(12):  # until no keyed digests are left, so that none can read from a replica
+        world.add_replica("new")
+        await asyncio.sleep(1.0)
+        world.engines["new/0"].disconnect()
+        await asyncio.sleep(1.0)
+    world.add_replica("new")
+    await asyncio.sleep(STORE_SECONDS)
+    before = world.coordinator.rounds
+    await asyncio.sleep(10 * STORE_SECONDS)
+    assert world.states()["new"] == ("registered", None)
+    assert world.coordinator.rounds - before <= 11
+    world.check()
+
+
 class _WithStore(World):
     """Version 1 can be read from a store."""
 

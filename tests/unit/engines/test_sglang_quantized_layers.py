@@ -66,6 +66,14 @@ class Method:
         elif self.trick == "in a closure":
             scale = layer.scale * 2
             self.kernel = lambda given: given * scale
+        elif self.trick == "beside a variable without a value":
+            scale = layer.scale * 2
+            factor: float
+            self.kernel = lambda given: given * scale * factor
+            if self.calls:
+                factor = 1.0
+        elif self.trick == "as a default":
+            self.kernel = lambda given, scale=layer.scale * 2: given * scale
         elif self.trick == "only for some weights" and torch.all(layer.scale > 0):
             layer.weight.largest = layer.scale.max()
 
@@ -148,6 +156,8 @@ def test_what_processing_makes_alike_for_all_weights_is_no_reason(monkeypatch: p
         ("in a tuple", "first.given.1"),
         ("in a partial call", "first.quant_method.kernel.1"),
         ("in a closure", "first.quant_method.kernel.scale"),
+        ("beside a variable without a value", "first.quant_method.kernel.scale"),
+        ("as a default", "first.quant_method.kernel.0"),
         ("only for some weights", "first.weight.largest"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -168,11 +167,19 @@ def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:  # 
         inside = value.items()
     elif isinstance(value, partial):
         inside = enumerate((value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, FunctionType | MethodType):
-        with suppress(ValueError):  # a variable that has no value yet
-            inside = inspect.getclosurevars(value).nonlocals.items()
+    elif isinstance(function := value.__func__ if isinstance(value, MethodType) else value, FunctionType):
+        inside = _kept_by(function)
     for key, part in inside if depth else ():
         yield from _leaves(f"{name}.{key}", part, depth - 1)
+
+
+def _kept_by(function: FunctionType) -> Iterator[tuple[object, Any]]:
+    """Yield what a function brings along: the variables of its closure, and its defaults."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            yield name, cell.cell_contents
+    yield from enumerate(function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _same(first: object, second: object) -> bool:

@@ -36,10 +36,12 @@ class SkyRLTrainerEngine(WeightsyncTrainerEngine):
     """SkyRL assigns it. See :meth:`send_weights`."""
 
     @staticmethod
-    def _live(source: Any) -> tuple[torch.nn.Module | None, torch.dtype | None]:  # noqa: ANN401 - vLLM's or SkyRL's
-        # Its subclass for sharded RDT and its FP8 wrapper yield other tensors than the model has. A prefix renames them.
-        if type(source).__name__ == "FsdpWeightSource" and not source.weight_prefix:
-            return source.model, source._dtype
+    def _live(source: Any) -> tuple[torch.nn.Module | None, dict[str, Any]]:  # noqa: ANN401 - vLLM's or SkyRL's
+        # Its subclass for sharded RDT and its FP8 wrapper yield other tensors than the model has. A prefix renames them. A source
+        # that keeps more than SkyRL 0.4's may do more than convert.
+        plain = type(source).__name__ == "FsdpWeightSource" and vars(source).keys() <= {"_model", "_dtype", "_prefix"}
+        if plain and not source.weight_prefix:
+            return source.model, {"dtype": source._dtype, "include_buffers": True}  # it yields the whole state dict
         return WeightsyncTrainerEngine._live(source)
 
     @classmethod

@@ -12,6 +12,7 @@ from tests.integration.pauses import NotesPauses
 
 from weightsync import Engine
 from weightsync.config import ServerSettings
+from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError
 from weightsync.server.server import BackgroundServer
 
@@ -69,34 +70,49 @@ def test_the_name_that_skyrl_uses_publishes_through_weightsync(registry: dict[st
             engine.shutdown()
 
 
-@pytest.mark.parametrize("prefix", ["", "inner."], ids=["as the model's own", "under a prefix"])
-def test_a_model_is_published_by_its_shards_unless_skyrl_renames_its_tensors(prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "more"),
+    [("", {}), ("inner.", {}), ("", {"_rounds_twice": True})],
+    ids=["as the model's own", "under a prefix", "by a later SkyRL"],
+)
+def test_a_model_is_published_by_its_shards_unless_skyrl_changes_its_tensors(prefix: str, more: dict[str, Any]) -> None:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     from weightsync.engines.vllm.trainer import WeightsyncTrainerInitInfo
     from weightsync.integrations.skyrl import SkyRLTrainerEngine
 
-    class FsdpWeightSource(WeightSource):  # type: ignore[misc]
-        """What weightsync reads of SkyRL's, and the count of walks, each of which gathers whole tensors."""
+    walks: list[str] = []
 
-        walks = 0
+    class FsdpWeightSource(WeightSource):  # type: ignore[misc]
+        """SkyRL's, without a device. Each walk gathers whole tensors."""
 
         def __init__(self, model: torch.nn.Module) -> None:
-            self.model, self.weight_prefix, self._dtype = model, prefix, torch.bfloat16
+            self._model, self._prefix, self._dtype = model, prefix, torch.bfloat16
+            self.__dict__ |= more
+
+        model = property(lambda self: self._model)
+        weight_prefix = property(lambda self: self._prefix)
 
         def metadata(self) -> list[Any]:
             return [ParamMeta(prefix + name, self._dtype, tuple(one.shape)) for name, one in self.model.state_dict().items()]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            self.walks += 1
+            walks.append(prefix)
             return ((prefix + name, one.to(self._dtype)) for name, one in self.model.state_dict().items())
 
-    trained, inner = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5).to(torch.bfloat16)
+    class Corrected(torch.nn.Linear):
+        """With a buffer that is in its checkpoint, as a router's correction of scores."""
+
+        def __init__(self) -> None:
+            super().__init__(7, 5)
+            self.register_buffer("correction", torch.rand(5))
+
+    trained, inner = Corrected(), Corrected().to(torch.bfloat16)
     served = torch.nn.Module()
     served.inner = inner
     source = FsdpWeightSource(trained)
     coordinator = BackgroundServer(ServerSettings.load({}, port=0))
-    adapter = NotesPauses(served if prefix else inner)
+    adapter = ModuleAdapter(served if prefix else inner, include_buffers=True)
     with coordinator, Engine(adapter, "one", coordinator.url, token=coordinator.token):
         info = WeightsyncTrainerInitInfo(rank=0, world_size=1, coordinator=coordinator.url, token=coordinator.token)
         engine = SkyRLTrainerEngine(client=None, source=source, init_info=info)
@@ -104,8 +120,9 @@ def test_a_model_is_published_by_its_shards_unless_skyrl_renames_its_tensors(pre
             engine.send_weights()
         finally:
             engine.shutdown()
-    assert torch.equal(inner.weight, trained.weight.to(torch.bfloat16))
-    assert source.walks == (1 if prefix else 0)
+    for name, held in inner.state_dict().items():
+        assert torch.equal(held, trained.state_dict()[name].to(torch.bfloat16)), name
+    assert len(walks) == (1 if prefix or more else 0)
 
 
 def test_after_skyrl_has_registered_its_own_it_is_too_late(registry: dict[str, Any]) -> None:

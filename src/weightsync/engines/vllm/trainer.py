@@ -67,7 +67,7 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         self.rank = init_info.rank
         self._timeout = init_info.timeout
         self.result: RoundResult | None = None
-        module, dtype = self._live(source)
+        module, options = self._live(source)
         state = StagedSource(source, self.rank) if module is None else module
         self._staged = state if isinstance(state, StagedSource) else None
         alone = self._staged is not None and self._staged.alone  # one rank publishes for all
@@ -80,15 +80,15 @@ class WeightsyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 rank=0 if alone else self.rank,
                 world_size=1 if alone else init_info.world_size,
                 run=init_info.run,
-                dtype=dtype,
                 pause_mode=init_info.pause_mode,
                 start_coordinator=init_info.control is not None,  # which is then told where it is
+                **options,
             )
 
     @staticmethod
-    def _live(source: WeightSource) -> tuple[torch.nn.Module | None, torch.dtype | None]:
-        """The module whose shards each rank publishes, and in which dtype; ``None`` for a source that has to be iterated."""
-        return (source._module if isinstance(source, ModuleSource) else None), None
+    def _live(source: WeightSource) -> tuple[torch.nn.Module | None, dict[str, Any]]:
+        """The module whose shards each rank publishes, and its trainer's options; ``None`` for a source that has to be iterated."""
+        return (source._module if isinstance(source, ModuleSource) else None), {}
 
     @classmethod
     def trainer_init(

@@ -232,10 +232,9 @@ class DeviceLists(ListedChanges[DeviceStep]):
         used = self.listed(self._base, units)
         full = self._device.type == "cuda" and room_for_copy(self._finder.step_bytes(units), self._device) is not None
         if not full:
-            self._remember(self._base, self._finder.step(units))
-            self._list_wanted(used, partial(self._unite, deadline))
+            with suppress(torch.OutOfMemoryError):  # torch may have less than is free; who needs these lists gets all bytes
+                self._remember(self._base, self._finder.step(units))
+                self._list_wanted(used, partial(self._unite, deadline))
 
     def _unite(self, deadline: Deadline, steps: Sequence[DeviceStep], index: int, used: int) -> int | None:
-        with suppress(torch.OutOfMemoryError):  # a replica that needs these lists gets all bytes
-            return self._finder.unite(steps, self._values, *self._lists_at(index, used), deadline)
-        return None
+        return self._finder.unite(steps, self._values, *self._lists_at(index, used), deadline)

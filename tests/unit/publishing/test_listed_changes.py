@@ -40,16 +40,28 @@ def test_a_version_that_changes_too_much_or_fails_ends_what_is_remembered() -> N
     assert seen == [[], [1], [1, 2], [], [4], [4, 5]]
 
 
-def test_where_uniting_finds_no_memory_only_the_last_changes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(400)  # the interpreter is slow
+@pytest.mark.parametrize("lacking", ["step", "unite"])
+def test_where_the_device_has_no_memory_only_the_last_changes_are_listed(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(ChangeFinder, "unite", fail)
+    monkeypatch.setattr(ChangeFinder, lacking, fail)
     layout = packed_layout(MANIFEST, SHARDS)
     lists = DeviceLists(MANIFEST, layout, True, 0, layout.regions[0], DEVICE)
     lists.use(torch.zeros(lists.end, dtype=torch.uint8, device=DEVICE))
-    lists.start(lists.sections.offset, lists.sections.offset)
-    assert lists._unite(Deadline(1.0), [], 1, 0) is None
+    before, now = (torch.zeros(layout.regions[0], dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    lists.wanted = (1, 2)
+    for number in range(1, 4):
+        now[:20] += 1
+        lists.start(lists.sections.offset + before.data_ptr(), lists.sections.offset + now.data_ptr())
+        lists.launch(0, len(lists.sections))
+        lists.finish(Deadline(300.0))
+        lists.placed(1, number)
+        assert [each.number for each in lists.changed] == ([number - 1] if number > 1 else [])
+    assert lists.history == ((1, 1), (1, 2)) if lacking == "unite" else lists.history == ()
 
 
 @pytest.mark.timeout(400)  # the interpreter is slow

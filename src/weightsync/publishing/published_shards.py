@@ -406,9 +406,9 @@ class PublishedShards(Publication):
         """Whether the rank's own memory is read, and not a copy."""
         return self._live is not None
 
+    @property
     def masters(self) -> Sequence[Shard]:
-        """Return the rank's shards as they are now, before a conversion. Raises as :meth:`follow` does."""
-        self.follow()
+        """The rank's shards before a conversion, as :meth:`follow` last took them up."""
         return self._masters
 
     def follow(self) -> None:

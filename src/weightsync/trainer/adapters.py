@@ -59,16 +59,15 @@ class _AdapterPublisher(Trainer):
     def publish_adapter(self, spec: AdapterSpec, number: int | None, step: int | None, timeout: float | None) -> RoundResult:
         with self._turn(number, step, timeout, None) as (wanted, deadline):
             wanted = structs.replace(wanted, adapter=spec)
-            if isinstance(self._role, TrainerRole):  # and no stream's
-                self._check_finite(self._role, wanted, deadline)
-            with self._armed(wanted, deadline, copies=False) as placing:
+            with self._armed(wanted, deadline, copies=False) as placing:  # which nothing places before the coordinator is asked
+                if isinstance(self._role, TrainerRole):  # and no stream's
+                    self._check_finite(self._role, wanted, deadline)
                 return self._ask(wanted, deadline, placing)
 
     def _check_finite(self, role: TrainerRole, wanted: Publish, deadline: Deadline) -> None:
         try:
-            check_finite(role.masters(), "the adapter", role.manifest)
+            check_finite(role.masters, "the adapter", role.manifest)
         except WeightSyncError as error:
-            role.release()  # nothing is armed, so nothing else would
             self._tell_others(wanted, error, deadline)
             raise
 

@@ -19,13 +19,9 @@ from pathlib import Path
 __all__ = ["main", "settings", "uv_options"]
 
 _LOCKED = ("--no-deps", "--require-hashes")
-_OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
-    "find-links": "--find-links",
-    "trusted-host": "--allow-insecure-host",
-}
-_VARIABLES = {"cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY"}
+_OPTIONS = {"find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
+# Where a password may be: other users of the machine can read a process's arguments.
+_VARIABLES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY"}
 _WITHOUT_EFFECT = (
     *("constraint", "prefer-binary"),  # a lock names exact versions
     "config-file",  # its settings are listed
@@ -48,7 +44,7 @@ def uv_options(of_pip: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | 
     options = [part for name, option in _OPTIONS.items() for value in of_pip.get(name, "").split() for part in (option, value)]
     if of_pip.get("no-index", "0").lower() in {"1", "true", "yes", "on"}:
         options.append("--no-index")
-    return options, {variable: of_pip[name] for name, variable in _VARIABLES.items() if name in of_pip}
+    return options, {variable: " ".join(of_pip[name].split()) for name, variable in _VARIABLES.items() if name in of_pip}
 
 
 def _uv(python: str, venv: Path, locks: Path) -> Path | None:

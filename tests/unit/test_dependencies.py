@@ -147,7 +147,11 @@ def test_pips_settings_are_carried_over_to_uv_or_pip_itself_installs() -> None:
     assert of_pip == {
         "index-url": "https://own.test/simple", "timeout": "60", "find-links": "/wheels https://more.test/", "cert": "/etc/own.pem"
     }  # fmt: skip
-    options = ["--default-index", "https://own.test/simple", "--find-links", "/wheels", "--find-links", "https://more.test/"]
-    assert install.uv_options(of_pip) == (options, {"SSL_CERT_FILE": "/etc/own.pem"})
+    variables = {"UV_DEFAULT_INDEX": "https://own.test/simple", "SSL_CERT_FILE": "/etc/own.pem"}
+    options = ["--find-links", "/wheels", "--find-links", "https://more.test/"]
+    assert install.uv_options(of_pip) == (options, variables)
+    with_password = {"extra-index-url": "\nhttps://me:secret@own.test/simple\nhttps://more.test/simple"}
+    variables = {"UV_INDEX": "https://me:secret@own.test/simple https://more.test/simple"}
+    assert install.uv_options(with_password) == ([], variables)
     assert install.uv_options({"no-index": "true"}) == (["--no-index"], {})
     assert install.uv_options({"client-cert": "/mine.pem"}) is None

@@ -453,7 +453,7 @@ class Coordinator:
     async def _seed(self, names: Sequence[str], deadline: RoundDeadline, *, late: bool = False) -> RoundResult:
         async with self._serialize(deadline) as queued:  # a round that this one waited for may have updated who was late
             if self._pending_publications or (late and not (names := [name for name in self._late() if name in names])):
-                raise Aborted("another round took precedence over seeding")
+                raise Aborted("another round took precedence over seeding: `weightsync status` lists who is still late")
             targets = [self._members.replicas[name] for name in names if name in self._members.replicas]
             replicas = [replica for replica in targets if replica.complete and replica.refusal is None]
             version = self._seedable() or self._publications.require(self._members.trainers).version

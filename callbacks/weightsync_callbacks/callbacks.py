@@ -156,12 +156,19 @@ class RolloutCallback(Closeable):
             return
         if self._closed:
             return
-        self._wait(self._http.aclose(), 30.0)
         self._closed = True
+        self._wait(self._end(), 30.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _end(self) -> None:
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await self._http.aclose()
 
     def _order(self, kind: str, body: dict[str, Any], timeout: float | None) -> Future[str]:
         if self._closed:
@@ -172,9 +179,12 @@ class RolloutCallback(Closeable):
 
     async def _send(self, command: Order, deadline: Deadline) -> str:
         # Waits a little longer than the order's own time limit, so that the coordinator's error can arrive.
-        answer = await request_until(
-            self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, grace=_GRACE
-        )
+        try:
+            answer = await request_until(
+                self._http, self._settings, "POST", "/v1/rollouts/orders", msgspec.json.encode(command), deadline, grace=_GRACE
+            )
+        except asyncio.CancelledError:
+            raise Aborted(f"this callback was closed before its order {command.kind!r} was answered") from None
         return str(msgspec.json.decode(answer.content)["message"])
 
     def _finish(self, kind: str, body: dict[str, Any], timeout: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.integration.server.service_support import fast, free_port
 
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, Timeouts
 from weightsync.deadline import Deadline
-from weightsync.errors import AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
+from weightsync.errors import Aborted, AuthenticationError, ConfigurationError, CoordinatorUnreachable, DeadlineExceeded, LoadError
 from weightsync.server.http_client import coordinator_http
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import manifest_of
@@ -158,6 +159,17 @@ def test_a_coordinator_that_comes_in_time_is_reached(engines: list[Server]) -> N
             following(where, {"a": Where(engines[0].url)}),
             pytest.raises(ConfigurationError, match="9 ranks"),
         ):
+            future.result(SECONDS)
+
+
+def test_orders_that_are_not_answered_yet_fail_when_the_callback_is_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = fast(Address("http", *silent.getsockname()), Secret("t"))
+        with RolloutCallback(where, timeout=SECONDS) as callback:
+            future = callback.update_from_distributed("main", [])
+            silent.settimeout(SECONDS)
+            connection, _ = silent.accept()
+        with connection, pytest.raises(Aborted, match="closed before its order"):
             future.result(SECONDS)
 
 

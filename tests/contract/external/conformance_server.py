@@ -59,6 +59,8 @@ class Engine:
     """What the three have in common: a module, groups, a loader that can be told to fail."""
 
     init_fields: ClassVar[set[str]] = {"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"}
+    looks_first: ClassVar[bool] = True
+    """Whether names and shapes are compared before anything is received."""
     update_fields: ClassVar[set[str]] = {"names", "dtypes", "shapes", "group_name", "load_format"}
 
     def __init__(self, wish: dict[str, Any]) -> None:
@@ -100,20 +102,26 @@ class Engine:
         if group is None:
             raise Misuse(f"group {body['group_name']} is not initialized")
         own = dict(self.module.named_parameters())
-        for name, shape in zip(names, shapes, strict=True):
-            if name not in own or list(own[name].shape) != shape:
-                raise Misuse(f"the engine has no {name} of shape {shape}")
+        if self.looks_first:
+            self.compare(names, shapes)
         kinds = [getattr(torch, dtype) for dtype in dtypes]
         tensors = (
             self.bucket(kinds, shapes, group) if body.get("load_format") == "flattened_bucket" else self.each(kinds, shapes, group)
         )
         if self.fault.get("die_at") in names:
             os._exit(9)
+        self.compare(names, shapes)
         for name, tensor in zip(names, tensors, strict=True):
             if self.fault.get("raise_at") == name:
                 raise Misuse(f"rank0: RuntimeError: no room for {name}")
             own[name].data.copy_(tensor)
             self.log.append(f"load {name}")
+
+    def compare(self, names: list[str], shapes: list[list[int]]) -> None:
+        own = dict(self.module.named_parameters())
+        for name, shape in zip(names, shapes, strict=True):
+            if name not in own or list(own[name].shape) != shape:
+                raise Misuse(f"the engine has no {name} of shape {shape}")
 
     def each(self, kinds: list[torch.dtype], shapes: list[list[int]], group: Any) -> list[torch.Tensor]:
         tensors = [torch.empty(shape, dtype=kind) for kind, shape in zip(kinds, shapes, strict=True)]
@@ -130,7 +138,14 @@ class Engine:
 
 
 class LMDeploy(Engine):
-    """Typed one-dtype buckets, offsets in elements; the last one finalizes; no session."""
+    """Typed one-dtype buckets, offsets in elements; the last one finalizes; no session. As 0.18: received, and then refused."""
+
+    looks_first = False
+
+    def init(self, body: dict[str, Any]) -> str:
+        if "uni_executor" in self.fault:
+            raise NotImplementedError  # which its server answers with a bare 500
+        return super().init(body)
 
     def bucket(self, kinds: list[torch.dtype], shapes: list[list[int]], group: Any) -> list[torch.Tensor]:
         if len(set(kinds)) > 1:
@@ -148,10 +163,11 @@ class LMDeploy(Engine):
             self.log += ["finalize", "reset graphs"]
         return "ok"
 
-    def abort(self, body: dict[str, Any]) -> str:
-        self.fields(body, set(), {"abort_all", "session_id"})
+    def abort(self, body: dict[str, Any]) -> None:
+        self.fields(body, set(), {"abort_all", "session_id", "finished_reason", "abort_message"})
+        if "no_aborts" in self.fault:
+            raise PermissionError("This server does not support abort requests. Enable with --enable-abort-handling flag.")
         self.log.append("abort")
-        return "ok"
 
     def routes(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -380,7 +396,13 @@ def main() -> None:
             except Misuse as error:
                 return JSONResponse({"success": False, "message": str(error)}, Misuse.status)
             except RuntimeError as error:  # a collective that failed
+                if isinstance(error, NotImplementedError):
+                    return Response("Internal Server Error", 500)
                 return JSONResponse({"success": False, "message": f"rank0: {error}"}, Misuse.status)
+            except PermissionError as error:
+                return Response(str(error), 501)
+            if done is None:
+                return Response()
             return JSONResponse(done if isinstance(done, dict) else {"success": True, "message": done})
 
         return handle

@@ -236,6 +236,19 @@ def test_weightsync_refuses_what_was_changed_on_the_way(engine: str, server: Ser
         client.begin("run@21", Manifest([TensorSpec("w", (1,), "float32")]).fingerprint, deadline)
 
 
+def test_lmdeploy_started_otherwise_says_how_to_start_it(engine: str, server: Server, client: UpdateClient) -> None:
+    if engine != "lmdeploy":
+        pytest.skip("how LMDeploy answers without its Ray executor, or without abort handling")
+    server.fault(uni_executor="yes")
+    with pytest.raises(LoadError, match=r"500 Internal Server Error; .*--distributed-executor-backend ray"):
+        client.join(Deadline(10))
+    server.fault(no_aborts="yes")
+    with pytest.raises(LoadError, match=r"501 .*--enable-abort-handling"):
+        client.pause("abort", Deadline(5))
+    server.fault()
+    client.join(Deadline(20))
+
+
 def test_vllm_that_keeps_its_cache_is_not_resumed(engine: str, server: Server, client: UpdateClient, seed: int) -> None:
     if engine != "vllm":
         pytest.skip("only vLLM answers 200 where it did not flush")

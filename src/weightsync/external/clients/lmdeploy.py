@@ -1,8 +1,9 @@
-"""LMDeploy (0.16, PyTorch backend with the Ray executor), updated from outside: its requests as values, and its client.
+"""LMDeploy (0.18, PyTorch backend with the Ray executor), updated from outside: its requests as values, and its client.
 
 It has no session, no version and no flush: tensors are loaded as they come, the last request finalizes, and after a failure all
-are sent again. Prefix caching must be off, and requests must be aborted before (the server answers 501 unless it was started with
-abort handling), or the engine put to sleep.
+are sent again. Prefix caching must be off (its default), and requests must be aborted before (the server answers 501 unless it was
+started with ``--enable-abort-handling``), or the engine put to sleep. On a single GPU it must be started with
+``--distributed-executor-backend ray``: its default executor there has none of the routes, and the server answers 500.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigurationError
+from weightsync.errors import ConfigurationError, LoadError
 from weightsync.external.clients.base import UpdateClient
 from weightsync.external.clients.http import HttpCall, bucket_body
 from weightsync.model import PauseMode, TensorSpec
@@ -32,6 +33,15 @@ class LMDeployClient(UpdateClient):
     """
 
     engine = "lmdeploy"
+
+    def join(self, deadline: Deadline) -> None:
+        """Make a group with the engine's ranks."""
+        try:
+            super().join(deadline)
+        except LoadError as error:
+            if ": 500 " in str(error):  # an executor without these routes raises NotImplementedError
+                raise LoadError(f"{error}; start LMDeploy with --distributed-executor-backend ray to update it") from error
+            raise
 
     def _bucket(self, specs: Sequence[TensorSpec], last: bool) -> HttpCall:
         return update(specs, self.group_name, last)

@@ -1,8 +1,9 @@
 """LoRA adapters into a real vLLM server: ``python -m benchmarks.vllm_adapters MODEL|small|tiny [--rank N] [--minutes N]``.
 
-``small``: a dense Llama of 12 layers on this CPU; ``tiny``: of two, for a test. ``MODEL``: a model of the GPU suite, shapes only,
-on this GPU; its adapter changes every projection, those of all experts too. Beside what ``Adapters.publish`` takes, vLLM's own
-``/v1/load_lora_adapter`` takes the same adapters from a directory in memory, and both must answer alike.
+``small``: a dense Llama of 12 layers on this CPU; ``tiny``: of two, for a test. ``moe``: a small mixture of experts on this GPU,
+with CUDA graphs, for a test. ``MODEL``: a model of the GPU suite, shapes only, on this GPU; its adapter changes every projection,
+those of all experts too. Beside what ``Adapters.publish`` takes, vLLM's own ``/v1/load_lora_adapter`` takes the same adapters from
+a directory in memory, and both must answer alike in the last two versions.
 
 ``--minutes N``: requests go on for so many minutes, and every other one an adapter is published every two seconds: their latency in
 both. At last vLLM replaces an adapter in place, to see what its prefix cache answers then. Prints one line of JSON.
@@ -32,11 +33,12 @@ os.environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
 
 import httpx
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.processes import none_outlives
 
 import weightsync
-from benchmarks.gpu_vllm import shapes_only, share_of_gpu
+from benchmarks.gpu_vllm import shapes_only, share_of_gpu, tiny
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.client import Client
@@ -70,6 +72,17 @@ def dense(folder: str, hidden: int, layers: int) -> dict[str, tuple[int, int]]:
     }
 
 
+def of_experts(folder: str) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """The same of a small mixture of experts, whose checkpoint has each expert's projections."""
+    tiny(folder, moe=True)  # type: ignore[no-untyped-call]
+    with safe_open(Path(folder) / "model.safetensors", "pt") as checkpoint:
+        names = [name for name in checkpoint.keys() if name.endswith("_proj.weight")]  # noqa: SIM118 - it is no mapping
+        shapes = {name: checkpoint.get_slice(name).get_shape() for name in names}
+    graphs = json.dumps({"cudagraph_capture_sizes": [1, 2, 4]})
+    projections = {name.removesuffix(".weight"): (outputs, inputs) for name, (outputs, inputs) in shapes.items()}
+    return projections, ["--gpu-memory-utilization", "0.1", "--compilation-config", graphs]
+
+
 def of_suite(folder: str, name: str) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """The same of a model of the GPU suite, of which only shapes are written; and vLLM's flags for it."""
     from weightsync_bench.gpu_job import manifest_for
@@ -81,7 +94,7 @@ def of_suite(folder: str, name: str) -> tuple[dict[str, tuple[int, int]], list[s
     }
     room = 12e9 / torch.cuda.get_device_properties(0).total_memory  # for slots of adapters
     share = share_of_gpu(manifest, 1) + room  # type: ignore[no-untyped-call]
-    return projections, ["--load-format", "dummy", "--gpu-memory-utilization", f"{share:.3f}"]
+    return projections, ["--load-format", "dummy", "--gpu-memory-utilization", f"{share:.3f}", "--enforce-eager"]
 
 
 def adapter(projections: dict[str, tuple[int, int]], rank: int, device: str) -> State:
@@ -148,7 +161,7 @@ def serving(folder: str, flags: Sequence[str], rank: int, coordinator: Backgroun
     port = 20_000 + os.getpid() % 20_000
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "base", *flags,
-        "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8",
+        "--skip-tokenizer-init", "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "8",
         "--host", "127.0.0.1", "--port", str(port), "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "6",
         "--max-lora-rank", str(rank), "--weight-transfer-config", '{"backend": "weightsync"}',
     ]  # fmt: skip
@@ -221,9 +234,10 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
         if model in ON_CPU:
             torch.set_num_threads(1)
             os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-            projections, flags, device = dense(folder, *ON_CPU[model]), list[str](), "cpu"
+            projections, flags, device = dense(folder, *ON_CPU[model]), ["--enforce-eager"], "cpu"
         else:
-            (projections, flags), device = of_suite(folder, model), f"cuda:{torch.cuda.device_count() - 1}"
+            projections, flags = of_experts(folder) if model == "moe" else of_suite(folder, model)
+            device = f"cuda:{torch.cuda.device_count() - 1}"
         state = adapter(projections, rank, device)
         seen: dict[str, Any] = {"tensors": len(state), "bytes": sum(tensor.nbytes for tensor in state.values())}
         with BackgroundServer(ServerSettings.load({}, port=0)) as coordinator, serving(folder, flags, rank, coordinator) as served:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,10 +61,21 @@ class _Request:
     wanted: _Demands
     label: str | None
     contradiction: str = ""
+    held: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """Versions of adapters that it uses, and what is called for each when it has ended."""
 
 
 _current = ContextVar[_Request | None]("weightsync_request", default=None)
 """The one in whose context an engine runs: tasks that a server makes for it have a copy."""
+
+
+def held_by_request() -> dict[str, Callable[[], None]] | None:
+    """Return which versions of adapters the request of this context uses to its end; ``None`` outside of requests.
+
+    Each is a label, and what is called when the request has ended: an engine may be called several times for one request.
+    """
+    request = _current.get()
+    return None if request is None else request.held
 
 
 def check_adapter(label: str | None) -> None:
@@ -130,6 +141,8 @@ class VersionedRequests:
             await self._app(scope, receive, self._watched(send, scope, request, of_adapter=bool(wanted.among(adapters))))
         finally:
             _current.reset(before)
+            for ended in request.held.values():
+                ended()
 
     def _watched(self, send: Send, scope: Scope, request: _Request, *, of_adapter: bool) -> Send:
         """Add the version to the answer. Let nothing out that a version may have generated which is not wanted.

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from weightsync.engines.module_loras import manifest_of_tensors
 from weightsync.errors import ConfigurationError
+from weightsync.external import VersionedRequests
 from weightsync.model import Version
+from weightsync.model.lora import AdapterSpec, LoraConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -138,3 +141,58 @@ def test_a_request_whose_version_was_retired_since_its_name_was_looked_up_is_an_
             [token async for token in engine.generate(lora_request=looked_up)]
 
     asyncio.run(served())
+
+
+@pytest.mark.parametrize("retired", ["looked up", "between calls"])
+def test_a_request_keeps_its_version_from_its_name_to_its_end(retired: str) -> None:
+    from weightsync.engines.vllm.served_loras import ServedLoras
+
+    freed: list[str] = []
+
+    async def ask(method: str, args: tuple[str, int]) -> None:
+        freed.append(args[0])
+
+    async def generate(*, lora_request: Any = None) -> AsyncIterator[str]:
+        assert lora_request.lora_name not in freed
+        yield lora_request.lora_name
+
+    async def served() -> list[str]:
+        engine: Any = SimpleNamespace(generate=generate, encode=None, collective_rpc=ask, add_lora=_take)
+        loras, seen = ServedLoras(engine), list[str]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            looked_up = loras.requests["alice/math"]
+            for call in range(3):  # as for a beam search, or an agent's turns
+                if call == (retired == "between calls"):
+                    await loras.add("alice/math@2")
+                    await loras.drop(LABEL)
+                    assert not freed
+                seen.extend([token async for token in engine.generate(lora_request=looked_up)])
+
+        await loras.add(LABEL)
+        middleware = VersionedRequests(app, lambda: "run@1", lambda: loras.live)
+        await middleware({"type": "http", "path": "/", "headers": []}, _nothing, _nothing)  # type: ignore[arg-type]
+        await asyncio.gather(*loras._freeing)
+        return seen
+
+    assert asyncio.run(served()) == [LABEL] * 3
+    assert freed == [LABEL]
+
+
+async def _nothing(*message: Any) -> None:
+    """ASGI's other side."""
+
+
+@pytest.mark.parametrize(("number", "alpha"), [(7e4, 1.0), (2e4, 4.0)])
+def test_numbers_that_the_dtype_of_vllms_adapters_does_not_hold_are_refused(number: float, alpha: float) -> None:
+    from weightsync.engines.vllm.loras import WorkerLoras, _Arrangement
+
+    tensors = {"base_model.model.q.lora_A.weight": torch.ones(1, 8), "base_model.model.q.lora_B.weight": torch.ones(8, 1)}
+    tensors["base_model.model.q.lora_B.weight"][3] = number
+    manifest = manifest_of_tensors(tensors)
+    rank: Any = object.__new__(WorkerLoras)
+    rank._config, rank._held, rank._manager = SimpleNamespace(lora_dtype=torch.float16), {}, None
+    rank._arranged = _Arrangement(manifest, {manifest[1].name: "q"}, [[spec] for spec in manifest], {})
+    with pytest.raises(ConfigurationError, match="alice/math@1 has numbers that are infinite in float16"):
+        rank.stage(LABEL, AdapterSpec("alice/math", LoraConfig(1, alpha)), tensors)
+    assert not rank._held

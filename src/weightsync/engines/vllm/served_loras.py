@@ -8,13 +8,13 @@ import itertools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from weightsync.engines.vllm.controls import DROP_LORA, LORA_PATH
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError
-from weightsync.external.versioned_requests import check_adapter
+from weightsync.external.versioned_requests import check_adapter, held_by_request
 from weightsync.model.lora import newest_label
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,20 @@ _FIRST_ID = 1 << 24
 """vLLM's server numbers the adapters that it loads itself from 1."""
 
 
+class _Names(dict[str, Any]):
+    """What vLLM's server looks names up in: from then on a request keeps the version that it got."""
+
+    def __init__(self, hold: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._hold = hold
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - vLLM's LoRARequest
+        request = super().__getitem__(name)
+        if _is_ours(request):
+            self._hold(request.lora_name)
+        return request
+
+
 class ServedLoras:
     """Adapters of ``engine``, an ``AsyncLLM``. All methods run on its event loop.
 
@@ -31,7 +45,7 @@ class ServedLoras:
     """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - vLLM's
-        self.requests: dict[str, Any] = {}
+        self.requests = _Names(self._hold)
         self.models: frozenset[str] = frozenset()
         """Names of the base model, which vLLM's server looks for behind those of adapters."""
         self._engine = engine
@@ -46,23 +60,36 @@ class ServedLoras:
     def _counting(self, generate: Any) -> Any:  # noqa: ANN401 - vLLM's method
         @functools.wraps(generate)
         async def counted(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - vLLM's
-            label = "" if lora_request is None else lora_request.lora_name
             ours = _is_ours(lora_request)
-            check_adapter(label if ours else None)
-            if ours and label not in self.live:  # retired since its name was looked up: the workers may have freed it
+            label = lora_request.lora_name if ours else ""
+            check_adapter(label or None)
+            if ours and not self._hold(label):  # retired since its name was looked up: the workers may have freed it
                 raise ValueError(f"{label} is not served any more")  # vLLM's server answers 400, and goes on with the connection
             self._uses[label] += ours
             try:
                 async for output in generate(*args, lora_request=lora_request, **kwargs):
                     yield output
             finally:
-                self._uses[label] -= ours
-                if ours and label in self._dropped and not self._uses[label]:
-                    task = asyncio.ensure_future(self._free(label))
-                    self._freeing.add(task)
-                    task.add_done_callback(self._freeing.discard)
+                self._let_go(label)
 
         return counted
+
+    def _hold(self, label: str) -> bool:
+        """Keep a version for the request of this context until it has ended, as it may have several calls. False if it is gone."""
+        held = held_by_request()
+        if held is not None and label in held:
+            return True
+        if held is not None and label in self.live:
+            self._uses[label] += 1
+            held[label] = functools.partial(self._let_go, label)
+        return label in self.live
+
+    def _let_go(self, label: str) -> None:
+        self._uses[label] -= bool(label)
+        if label in self._dropped and not self._uses[label]:
+            task = asyncio.ensure_future(self._free(label))
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
 
     async def add(self, label: str) -> None:
         """Let every worker take what it has staged as ``label``, then make it visible.

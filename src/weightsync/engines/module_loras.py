@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,6 +31,15 @@ class _HeldMatrices:
 def manifest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Manifest:
     """Return the manifest of whole tensors."""
     return Manifest(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items())
+
+
+def check_range(label: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ConfigurationError if numbers of an adapter became infinite in the dtype in which an engine computes with it.
+
+    The trainer looks at those that it publishes. Of the dtypes of engines only float16 has a smaller range.
+    """
+    if any(tensor.dtype == torch.float16 and not tensor.isfinite().all() for tensor in tensors):
+        raise ConfigurationError(f"{label} has numbers that are infinite in float16, in which this engine computes with adapters")
 
 
 class ModuleLoras:

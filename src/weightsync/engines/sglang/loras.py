@@ -22,7 +22,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
 from weightsync.deadline import Deadline
-from weightsync.engines.module_loras import manifest_of_tensors
+from weightsync.engines.module_loras import check_range, manifest_of_tensors
 from weightsync.engines.sglang.loop import SchedulerLoop
 from weightsync.errors import ConfigurationError, DeadlineExceeded, LoadError
 from weightsync.model import Manifest, Version
@@ -116,6 +116,7 @@ class SchedulerLoras:
                     given = tensors[own.b.name]
                     b[:, : own.rank].copy_(given * config.scaling(name) if config.scalings else given)  # rounded once
                 held |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        check_range(label, held.values())
         targets = sorted({name.split(".")[-3] for name in held})
         theirs = LoRAConfig.from_dict({"peft_type": "LORA", "target_modules": targets, "r": rank, "lora_alpha": rank})
         adapter = LoRAAdapter(

@@ -20,6 +20,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from weightsync.engines.module_loras import check_range
 from weightsync.engines.staged_adapter import COMMIT_SECONDS
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.engines.vllm.lora_slots import LoraSlotLayout
@@ -144,6 +145,7 @@ class WorkerLoras:
                 part.mul_(factor)
         slots, digesting, plain = arranged.slots, None, {name: as_served[name] for name in as_served if name not in scaled}
         as_served |= by_name
+        check_range(label, as_served.values())
         with ThreadPoolExecutor(1, "weightsync-lora-digest") as beside:
             if isinstance(slots, LoraSlotLayout):
                 digesting = beside.submit(slots.digests, as_served)

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 
 import weightsync
 from weightsync.config import ClientSettings, variable
-from weightsync.errors import WeightSyncError
-from weightsync.releases import check_interface
+from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations.engine_calls import plugin_release
+from weightsync.releases import IN_CALL, check_interface, release_of, releases_tested, was_tested
 from weightsync.server.findings import Finding, ask_coordinator, find_release
 
 _SGLANG = "sglang.srt.plugins"
@@ -60,6 +61,20 @@ def _plugin() -> Finding:
     if allowed and "weightsync" not in {name.strip() for name in allowed.split(",")}:
         return Finding("plugin", "missing", f"SGLANG_PLUGINS is {allowed}", "SGLang does not load it: add weightsync")
     return Finding("plugin", "ok", f"in the group {_SGLANG}")
+
+
+def find_called_vllm(trainers: str, otherwise: str) -> Finding:
+    """Whether vLLM's workers in this environment can read the shards of ``trainers``, and what happens if they cannot."""
+    release = release_of("vllm")
+    try:
+        if release is None:
+            raise ConfigurationError("not installed in this environment")
+        plugin_release()
+        check_interface("vllm", IN_CALL)
+    except ConfigurationError as error:
+        return Finding("vLLM", "limited", str(error), otherwise)
+    tested = "" if was_tested("vllm", release) else f" (tested: {releases_tested('vllm')})"
+    return Finding("vLLM", "ok", f"{release}{tested}: its workers read the {trainers}'s shards, where the model allows it")
 
 
 CHECKS = tuple(sorted((*_REPLACED, *_STARTS_COORDINATOR, "sglang")))

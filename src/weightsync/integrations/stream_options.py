@@ -32,6 +32,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where windows of trainer ranks and buckets of rollout ranks lie. GPU memory is read on one host, or by a named ``nccl``."""
     transports: tuple[str, ...] | None = None
     """Transports allowed, best first; by default all that both ends have."""
+    direct: bool = True
+    """Whether vLLM's workers read the shards of trainer ranks, where all ranks can take part in that."""
 
     @classmethod
     def of(cls, given: Mapping[str, object], where: str) -> Self:

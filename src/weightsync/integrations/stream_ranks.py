@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,9 +36,10 @@ from weightsync.integrations.stream_options import Options, cast, server_setting
 from weightsync.integrations.updates import GRACE, check_reached, in_thread, overdue_walk, walk_on
 from weightsync.model import Manifest
 from weightsync.protocol.messages import RoundResult
+from weightsync.protocol.notices import tell
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
-from weightsync.tensors.shards import DTypes, ShardedState
+from weightsync.tensors.shards import DTypes, ShardedState, shards_of, torch_dtype
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
@@ -44,6 +47,7 @@ from weightsync.transports.hostinfo import this_host
 _MOST_WINDOW_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Three such windows stay allocated on each trainer rank. A host has a trainer rank for each GPU, and much else in its memory."""
 _numbers = itertools.count(1)
+_log = logging.getLogger(__name__)
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -62,6 +66,67 @@ class ShardSource(NamedTuple):
     dtype: DTypes
     """In which they travel."""
     transports: tuple[str, ...] | None
+
+    @classmethod
+    def of_checkpoint(
+        cls, state: torch.nn.Module | ShardedState, checkpoint: Manifest, transports: tuple[str, ...] | None
+    ) -> tuple[ShardSource, Manifest]:
+        """Return ``state`` in the dtypes of the checkpoint that the engines have, and its manifest.
+
+        Raises:
+            ManifestMismatch: They are not the checkpoint's tensors.
+        """
+        buffers = isinstance(state, torch.nn.Module)
+        wanted = {name: torch_dtype(spec.dtype) for spec in checkpoint for name in spec.names}
+        own = shards_of(state, include_buffers=buffers)[0]
+        dtypes = {spec.name: wanted.get(spec.name, torch_dtype(spec.dtype)) for spec in own}
+        manifest = shards_of(state, dtype=dtypes, include_buffers=buffers)[0]
+        checkpoint.check_same(manifest, "the training engine")
+        return cls(state, dtypes, transports), manifest
+
+
+def why_streamed(trainers: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> str:
+    """Why vLLM's workers cannot read the trainer ranks' shards, by what each rank says about itself; empty if they can.
+
+    A rank says ``streams``, which is a reason, or ``checkpoint``, the fingerprint of its manifest. A rollout rank says ``replica``,
+    and ``checkpoint`` where it knows it.
+    """
+    ranks = (*trainers, *rollouts)
+    for about in ranks:
+        if "streams" in about:
+            return f"{about['name']}: {about['streams']}"
+    if not (all("checkpoint" in about for about in trainers) and all("replica" in about for about in rollouts)):
+        return "a rank is of another release of weightsync"
+    if len({about["checkpoint"] for about in ranks if "checkpoint" in about}) > 1:
+        return "the checkpoint at the model's path is not the same on all nodes"
+    return ""
+
+
+@cache
+def say_why(what: str, reason: str) -> None:
+    """Log once why weights do not travel directly."""
+    _log.warning("weightsync: %s, because of %s", what, reason)
+
+
+@cache
+def say_verified(trainers: str, installed: bool) -> None:
+    """Say once that weights travel directly."""
+    proof = "in the engines' parameters" if installed else "as received by the engines"
+    tell(_log, f"weightsync: vLLM's workers read the weights from the {trainers} ranks, verified {proof}")
+
+
+def token_file() -> str | None:
+    """The file from which vLLM's workers read this rank's token. They find what a coordinator left on this host by themselves."""
+    secret = variable("WEIGHTSYNC_TOKEN")
+    return str(_written(secret).name) if secret else variable("WEIGHTSYNC_TOKEN_FILE") or None
+
+
+@cache
+def _written(secret: str) -> Any:  # noqa: ANN401 - a file that is kept until the process exits
+    file = tempfile.NamedTemporaryFile("w", prefix="weightsync-token-", encoding="ascii")  # noqa: SIM115
+    file.write(secret)
+    file.flush()
+    return file
 
 
 def about_this_rank() -> dict[str, object]:

@@ -19,7 +19,11 @@ from nemo_rl.models.generation.vllm.checkpoint_engine import (
     VllmCheckpointEngineRpcMixin,
 )
 from nemo_rl.models.policy.workers.checkpoint_engine import DTensorCheckpointEngineSendMixin, PolicyCheckpointEngineMixin
-from tests.integration.nemo_rl.refit_contract import Batch, PolicyModel, WorkerModel
+from tests.integration.called_module import MethodsOfPlugin, Model, without_vllm, worker_of
+from tests.integration.nemo_rl.refit_contract import Batch, PolicyModel, WorkerModel, digests
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 EXPERT_LAYOUT = {"expert_params": {}, "missing_weight_prefixes": ["lm_head."]}
 """What a vLLM worker that holds no experts and no head says of itself."""
@@ -59,6 +63,32 @@ class PolicyRank(DTensorCheckpointEngineSendMixin, PolicyCheckpointEngineMixin):
         return self.state.walked
 
 
+class ShardedPolicyRank(PolicyRank):
+    """The same around a model that is sharded by FSDP2, with float32 masters as NeMo-RL loads it."""
+
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        super().__init__()
+        self.cfg = cfg
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(cfg["model_name"], dtype=torch.float32)
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def _checkpoint_engine_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.model.state_dict().items():
+            yield name, tensor.full_tensor().to(torch.bfloat16)
+        self.state.walked = True
+
+    def set(self, seed: int | None = None, fault: str | None = None) -> None:
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.data.copy_(torch.full_like(parameter.data, (seed or 0) + number / 64))
+
+    def whole(self) -> dict[str, str]:
+        return digests((name, tensor.full_tensor().to(torch.bfloat16)) for name, tensor in self.model.state_dict().items())
+
+
 class InternalWorker(VllmCheckpointEngineMixin):  # type: ignore[misc]
     """A vLLM worker process with NeMo-RL's extension; vLLM's loader is a model that keeps digests."""
 
@@ -79,17 +109,39 @@ class InternalWorker(VllmCheckpointEngineMixin):  # type: ignore[misc]
         return EXPERT_LAYOUT
 
 
+class CalledWorker(VllmCheckpointEngineMixin, MethodsOfPlugin):  # type: ignore[misc]
+    """The same with the methods that weightsync's plugin adds to vLLM's worker."""
+
+    def __init__(self, path: str) -> None:
+        without_vllm()
+        dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/world", rank=0, world_size=1)
+        self.model = Model(path)
+        self.__dict__.update(worker_of(self.model, path))
+
+    def _load_weights(self, batch: Batch) -> None:
+        self.model.load_weights(batch)
+
+    def _maybe_process_fp8_kv_cache(self) -> None:
+        pass
+
+
 class EngineOfOne:
     """A generation worker, whose engine has one worker, in the same process."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
         without_cuda()
         torch.set_num_threads(1)
-        self.worker = InternalWorker()
+        self.worker: Any = CalledWorker(path) if path else InternalWorker()
         self.llm = self
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+    def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> Any:
+        if callable(method):
+            return [method(self.worker, *args)]
         return [getattr(self.worker, method)(*args)]
+
+    def holds(self) -> dict[str, str]:
+        model: Model = self.worker.model
+        return digests(model.inner.state_dict().items())
 
     def set(self, fault: str) -> None:
         self.worker.model.fault = fault
@@ -98,7 +150,7 @@ class EngineOfOne:
         self.worker.model.loaded = {}
 
     def loaded(self) -> dict[str, str]:
-        return self.worker.model.loaded
+        return dict(self.worker.model.loaded)
 
 
 class GenerationRank(VllmCheckpointEngineRpcMixin, EngineOfOne):  # type: ignore[misc]
@@ -108,10 +160,11 @@ class GenerationRank(VllmCheckpointEngineRpcMixin, EngineOfOne):  # type: ignore
 class AsyncEngineRank(VllmAsyncCheckpointEngineRpcMixin, EngineOfOne):  # type: ignore[misc]
     """The same with an engine whose calls are awaited."""
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+    def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> Any:
         return asyncio.to_thread(super().collective_rpc, method, args)
 
 
 Policy = ray.remote(PolicyRank)
+ShardedPolicy = ray.remote(ShardedPolicyRank)
 Generation = ray.remote(GenerationRank)
 AsyncGeneration = ray.remote(AsyncEngineRank)

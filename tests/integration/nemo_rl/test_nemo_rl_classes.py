@@ -1,7 +1,9 @@
 """NeMo-RL's own synchronizer, worker groups and mixins in Ray, with weightsync by its line of configuration."""
 
 from __future__ import annotations
+import __future__
 
+import ast
 import inspect
 import os
 import re
@@ -31,12 +33,16 @@ from nemo_rl.utils.config import load_config_with_inheritance
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
+from tests.integration.called_module import make_model
 from tests.integration.nemo_rl.refit_contract import POLICIES, SECONDS, WORKERS, RefitContract, RefitProtocol, expected, raised
 
-from weightsync.config import Address
+from weightsync.config import Address, ClientSettings
 from weightsync.errors import RoundFailed
+from weightsync.integrations.nemo_rl.colocated import with_synchronizer
 from weightsync.integrations.nemo_rl.engine import NAME
+from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import find_token
+from weightsync.server.client import Client
 
 pytestmark = [
     pytest.mark.nemo_rl,
@@ -60,7 +66,7 @@ def cluster(folder: str) -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    for name in ("Policy", "Generation", "AsyncGeneration"):
+    for name in ("Policy", "ShardedPolicy", "Generation", "AsyncGeneration"):
         ACTOR_ENVIRONMENT_REGISTRY[f"{ACTORS}.{name}"] = PY_EXECUTABLES.SYSTEM
     try:
         ray.init(
@@ -70,32 +76,38 @@ def cluster(folder: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        for name in ("Policy", "Generation", "AsyncGeneration"):
+        for name in ("Policy", "ShardedPolicy", "Generation", "AsyncGeneration"):
             del ACTOR_ENVIRONMENT_REGISTRY[f"{ACTORS}.{name}"]
         os.environ.clear()
         os.environ |= before
 
 
-def group(actor: str, sizes: dict[str, int]) -> Any:
+def group(actor: str, sizes: dict[str, int], *arguments: Any) -> Any:
     """NeMo-RL's own group of workers, without GPUs."""
     count = int(np.prod(list(sizes.values())))
     sharding = NamedSharding(layout=np.arange(count).reshape(list(sizes.values())), names=list(sizes))
     bundles = RayVirtualCluster([count], use_gpus=False, name=f"{actor}-{secrets.token_hex(2)}")
-    return RayWorkerGroup(bundles, RayWorkerBuilder(f"{ACTORS}.{actor}"), name_prefix=bundles.name, sharding_annotations=sharding)
+    builder = RayWorkerBuilder(f"{ACTORS}.{actor}", *arguments)
+    return RayWorkerGroup(bundles, builder, name_prefix=bundles.name, sharding_annotations=sharding)
 
 
 class RayRefits:
     """What NeMo-RL's trainer has: two groups of workers, and the synchronizer that its factory makes from a configuration."""
 
-    def __init__(self, generation: dict[str, Any]) -> None:
+    def __init__(self, generation: dict[str, Any], model: str = "") -> None:
         asynchronous = generation["vllm_cfg"]["async_engine"]
-        self.policy = types.SimpleNamespace(worker_group=group("Policy", {"data_parallel": POLICIES}), prepare_refit_info=dict)
+        policy = ("ShardedPolicy", {"model_name": model, "generation": generation}) if model else ("Policy",)
+        policies = group(policy[0], {"data_parallel": POLICIES}, *policy[1:])
+        self.policy = types.SimpleNamespace(worker_group=policies, prepare_refit_info=dict)
         sizes = {"data_parallel": WORKERS, "pipeline_parallel": 1, "tensor_parallel": 1}
         self.generation = types.SimpleNamespace(
-            worker_group=group("AsyncGeneration" if asynchronous else "Generation", sizes),
+            worker_group=group("AsyncGeneration" if asynchronous else "Generation", sizes, *filter(None, [model])),
             prepare_refit_info=lambda info: None, dp_size=WORKERS, cfg=generation,
         )  # fmt: skip
         self.policies, self.workers = self.policy.worker_group.workers, self.generation.worker_group.workers
+        self.make_synchronizer()
+
+    def make_synchronizer(self) -> None:
         self.synchronizer = create_weight_synchronizer(self.policy, self.generation, "vllm", colocated=False)
         self.synchronizer.init_communicator()
 
@@ -122,6 +134,20 @@ class RayRefits:
         ray.get([policy.set.remote(seed=seed) for policy in self.policies])
         ray.get([worker.begin.remote() for worker in self.workers])
 
+    def holds(self) -> bool:
+        """Whether each vLLM worker's model equals the policy's."""
+        whole = ray.get([policy.whole.remote() for policy in self.policies])[0]
+        return bool(ray.get([worker.holds.remote() for worker in self.workers]) == [whole] * WORKERS)
+
+    def status(self) -> Any:
+        asked = self.policies[0].checkpoint_engine_rpc.remote("prepare_checkpoint_engine")
+        with Client(ClientSettings.load(coordinator=ray.get(asked)["coordinator"])) as client:
+            return client.status()
+
+    def last_round(self) -> RoundResult:
+        result: RoundResult = self.status().rounds[-1]
+        return result
+
     def set_faults(self, policies: Sequence[str], workers: Sequence[str]) -> None:
         ray.get([policy.set.remote(fault=fault) for policy, fault in zip(self.policies, policies, strict=True)])
         ray.get([worker.set.remote(fault=fault) for worker, fault in zip(self.workers, workers, strict=True)])
@@ -138,9 +164,11 @@ class RayRefits:
     def kill(self) -> None:
         for worker in [*self.policies, *self.workers]:
             ray.kill(worker)
+        for side in (self.policy, self.generation):
+            side.worker_group.cluster.shutdown()
 
 
-def generation_config(folder: Path, *, async_engine: bool = False, **options: Any) -> dict[str, Any]:
+def generation_config(folder: Path, *, colocated: bool = False, async_engine: bool = False, **options: Any) -> dict[str, Any]:
     """The example of the page as NeMo-RL reads it, on top of its own configuration, and ``options`` of a test."""
     (text,) = re.findall(r"^```yaml\n(defaults: .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     path = folder / "grpo_math_1B_weightsync.yaml"
@@ -151,6 +179,8 @@ def generation_config(folder: Path, *, async_engine: bool = False, **options: An
     assert (generation["refit_transport"], generation["refit_cfg"][NAME]) == (NAME, {"dtype": "bfloat16"})
     generation["vllm_cfg"]["async_engine"] = async_engine
     generation["refit_cfg"][NAME] = {"timeout": SECONDS, **options}
+    if colocated:  # NeMo-RL then refuses a transport of this name
+        generation |= {"refit_transport": None, "refit_cfg": None}
     return generation
 
 
@@ -158,6 +188,107 @@ def generation_config(folder: Path, *, async_engine: bool = False, **options: An
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="n-", ignore_cleanup_errors=True) as name, cluster(name):
         yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    return make_model(folder / "model")
+
+
+@pytest.mark.parametrize("async_engine", [False, True])
+def test_shards_of_an_fsdp2_policy_reach_the_parameters_of_each_vllm_worker(folder: Path, model: str, async_engine: bool) -> None:
+    made = RayRefits(generation_config(folder, async_engine=async_engine), model)
+    try:
+        for seed in range(2):
+            made.sync(seed)
+            assert made.holds()
+        assert made.walked() == [False] * POLICIES, "nothing is gathered"
+        assert [replica.verified for replica in made.last_round().replicas] == ["installed"] * WORKERS
+        made.shutdown()
+        made.sync(3)
+        assert made.holds()
+    finally:
+        made.kill()
+
+
+def test_a_policy_with_fp8_scales_streams_to_all_workers(folder: Path, model: str) -> None:
+    config = generation_config(folder)
+    config["vllm_cfg"]["kv_cache_dtype"] = "fp8"
+    made = RayRefits(config, model)
+    try:
+        made.sync(1)
+        assert made.holds()
+        assert made.walked() == [True] * POLICIES
+        assert [replica.verified for replica in made.last_round().replicas] == ["received"] * WORKERS
+    finally:
+        made.kill()
+
+
+class ColocatedRefits(RayRefits):
+    """The same on shared GPUs: NeMo-RL's function for updates, and what its driver calls of policy and generation around them."""
+
+    def make_synchronizer(self) -> None:
+        self.order: list[str] = []
+
+        def does(name: str, result: Any = None) -> Any:
+            def called(*_: Any, **given: Any) -> Any:
+                self.order.append(" ".join([name, *given.get("tags", ())]))
+                return result
+
+            return called
+
+        policy, generation = self.policy, self.generation
+        policy.offload_before_refit, policy.offload_after_refit = does("offload before"), does("offload after")
+        policy.stream_weights_via_ipc_zmq, policy.get_free_memory_bytes = does("sent", []), lambda: 1 << 30
+        generation.prepare_for_generation, generation.weight_synchronizer = does("wake"), None
+        generation.update_weights_via_ipc_zmq = does("received", [])
+        self.refit = with_synchronizer(refit_of_nemo_rl())
+
+    def sync(self, seed: int) -> None:
+        self._change(seed)
+        self.refit(self.policy, self.generation, True)
+        assert not self.generation.weight_synchronizer.is_stale
+
+
+def refit_of_nemo_rl() -> Any:
+    """NeMo-RL's ``refit_policy_generation``, whose module imports more than there is here."""
+    tree = ast.parse((Path(nemo_rl.__file__).parent / "algorithms/grpo.py").read_text())
+    (function,) = [node for node in tree.body if getattr(node, "name", "") == "refit_policy_generation"]
+    names: dict[str, Any] = {}
+    code = compile(ast.Module([function], []), "grpo.py", "exec", __future__.annotations.compiler_flag)
+    exec(code, names)
+    return names["refit_policy_generation"]
+
+
+BRACKET = ["offload before", "wake weights", "offload after", "wake kv_cache"]
+
+
+@pytest.mark.parametrize("async_engine", [False, True])
+def test_on_shared_gpus_shards_travel_within_nemo_rls_own_order_of_calls(folder: Path, model: str, async_engine: bool) -> None:
+    made = ColocatedRefits(generation_config(folder, colocated=True, async_engine=async_engine), model)
+    try:
+        for seed in range(2):
+            made.sync(seed)
+            assert made.holds()
+        assert made.order == BRACKET * 2
+        assert made.walked() == [False] * POLICIES, "nothing is gathered"
+        assert [replica.verified for replica in made.last_round().replicas] == ["installed"] * WORKERS
+        assert made.status().trainer_world_size == 0, "what policy ranks published is freed after each update"
+    finally:
+        made.kill()
+
+
+def test_on_shared_gpus_nemo_rl_transfers_what_has_fp8_scales(folder: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = generation_config(folder, colocated=True)
+    config["vllm_cfg"]["kv_cache_dtype"] = "fp8"
+    made = ColocatedRefits(config, model)
+    try:
+        for seed in range(2):
+            made.sync(seed)
+        assert made.order == [*BRACKET[:2], "sent", "received", *BRACKET[2:]] * 2
+        assert len([record for record in caplog.records if "KV scales travel with the weights" in record.message]) == 1
+    finally:
+        made.kill()
 
 
 @pytest.fixture(scope="module")
@@ -219,4 +350,4 @@ def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.Monke
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {line[9:22].strip(): line.split()[0] for line in done.stdout.splitlines() if line[0] != " "}
-    assert found == {"weightsync": "ok", "nemo_rl": "ok", "engine": "ok", "token": "limited"}
+    assert found == {"weightsync": "ok", "nemo_rl": "ok", "engine": "ok", "vLLM": "limited", "token": "limited"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,11 +12,10 @@ from typing import Any
 import ray
 import torch
 import verl
+from tests.integration.called_module import Model, without_vllm, worker_of
 from tests.integration.verl.verl_actors import Replica, digests
-from transformers import AutoConfig, AutoModelForCausalLM
 from verl.checkpoint_engine import CheckpointEngineWorker
 
-from weightsync.engines.traced_shards import find_direct
 from weightsync.engines.vllm import in_call
 
 FOLDER = "verl.workers.rollout.vllm_rollout"
@@ -87,20 +84,6 @@ def servers(replicas: list[Replica]) -> list[Any]:
     return [ray.get_actor(f"vllm_server_{replica.replica_rank}_0") for replica in replicas]
 
 
-class Model(torch.nn.Module):
-    """A model with a loader as vLLM's have."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        config = AutoConfig.from_pretrained(path)
-        self.inner = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own = dict(self.inner.named_parameters())
-        for name, tensor in weights:
-            own[name].data.copy_(tensor)
-
-
 class DirectServer:
     """A server whose one worker has weightsync's methods: the real ones, of a model in host memory instead of a vLLM."""
 
@@ -111,26 +94,9 @@ class DirectServer:
         self.step: int | None = None
         self.adapter: dict[str, torch.Tensor] = {}
         self.model = Model(path)
-        parallel = SimpleNamespace(
-            rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0, data_parallel_size=1, enable_eplb=False,
-            distributed_executor_backend="mp",
-        )  # fmt: skip
-        model = SimpleNamespace(model=path, revision=None, hf_config=self.model.inner.config, quantization=None)
-        self.worker = SimpleNamespace(
-            device=torch.device("cpu"), parallel_config=parallel, model_config=model, get_model=lambda: self.model,
-            vllm_config=SimpleNamespace(model_config=model, lora_config=None),
-        )  # fmt: skip
+        self.worker = SimpleNamespace(**worker_of(self.model, path))
         self.thread = ThreadPoolExecutor(1)
-        modules: Any = sys.modules
-        modules["vllm"], modules["vllm.config"] = ModuleType("vllm"), ModuleType("vllm.config")
-        modules["vllm.config"].set_current_vllm_config = lambda _: contextlib.nullcontext()
-        given: Any = in_call
-        given.check_interface = lambda package, purpose: None
-        given.install = lambda model, config, tensors: model.load_weights(tensors)
-        given.direct_shards = self.shards
-
-    def shards(self, config: Any, model: Any, device: torch.device, checkpoint: Any, ranks: int) -> Any:
-        return find_direct(model, checkpoint.manifest, lambda tensors, layers: model.load_weights(tensors), device, ranks)
+        without_vllm()
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -66,10 +66,12 @@ def add_worker_methods() -> None:
         _log.debug("this vLLM has no worker of the required kind: %s", error)
         return
     for name in ("ready", "join", "update", "leave"):
-        setattr(WorkerBase, f"weightsync_{name}", _method(name))
+        setattr(WorkerBase, f"weightsync_{name}", worker_method(name))
 
 
-def _method(name: str) -> Any:  # noqa: ANN401 - a method of vLLM's worker
+def worker_method(name: str) -> Any:  # noqa: ANN401 - vLLM's
+    """Return one of these methods of vLLM's worker."""
+
     def call(worker: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         from weightsync.engines.vllm.in_call import called  # late: most processes of vLLM have no worker
 

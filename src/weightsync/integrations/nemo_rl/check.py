@@ -7,6 +7,7 @@ from importlib import import_module
 
 from weightsync.config import ClientSettings, token_source, variable
 from weightsync.errors import WeightSyncError
+from weightsync.integrations.checks import find_called_vllm
 from weightsync.integrations.nemo_rl.engine import INTERFACE, NAME, RefitEngine
 from weightsync.server.findings import Finding, ask_coordinator, find_token_of_workers
 
@@ -14,6 +15,7 @@ from weightsync.server.findings import Finding, ask_coordinator, find_token_of_w
 def findings() -> Iterator[Finding]:
     """Yield one finding after the other, where NeMo-RL can be imported."""
     yield _engine()
+    yield find_called_vllm("policy", "a vLLM of this environment gets whole tensors; policy workers need none")
     yield _token()
     if variable("WEIGHTSYNC_COORDINATOR"):
         yield ask_coordinator("coordinator", ClientSettings.load())

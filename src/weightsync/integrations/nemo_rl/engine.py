@@ -1,4 +1,8 @@
-"""NeMo-RL's checkpoint engine: policy ranks stream whole tensors, and each vLLM worker receives all of them, inside its process.
+"""NeMo-RL's checkpoint engine, inside its policy workers and vLLM's workers.
+
+Policy ranks publish their own shards (:mod:`weightsync.integrations.nemo_rl.workers`), and vLLM's workers read what they hold of
+them, within NeMo-RL's call for an update. Nothing is gathered. If any rank cannot take part in that, policy ranks stream whole
+tensors, and each vLLM worker receives all of them. What ranks say before the first update decides it for all of them.
 
 NeMo-RL makes one object of the same class on each policy rank and in each vLLM worker, and carries what :meth:`RefitEngine.prepare`
 returns to all of them, once. After that it asks all ranks for one update after the other. It says which side an object is on only
@@ -17,14 +21,18 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
+import msgspec
 import torch
 
 from weightsync.engine.receiver import Receiver
 from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.integrations import stream_ranks
+from weightsync.integrations.nemo_rl.workers import about_engine, calling_worker, policy_shards
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import Meeting, StreamSender, about_this_rank, arrange, join, offer_coordinator
+from weightsync.integrations.stream_ranks import Meeting, ShardSource, StreamSender
 from weightsync.integrations.updates import GRACE
 from weightsync.launch import place_in_world
+from weightsync.model import Manifest
 from weightsync.protocol.notices import tell
 from weightsync.releases import refuse_calls, warn_if_untested
 
@@ -34,6 +42,8 @@ INTERFACE = "nemo_rl.utils.checkpoint_engines.base"
 """NeMo-RL's module that makes an engine by its name, and holds the base class that says what it calls."""
 
 _log = logging.getLogger(__name__)
+_OWN = "_weightsync_refit"
+_REASON = 400  # characters of a reason that travels
 _WHERE = f"policy.generation.refit_cfg['{NAME}']"
 Batch = list[tuple[str, torch.Tensor]]
 
@@ -58,10 +68,15 @@ class RefitEngine:
             raise ConfigurationError(f"{_WHERE}: shard_expert_weights is true or false, not {shard_expert_weights!r}")
         self.shard_expert_weights = shard_expert_weights
         self._layout: Any = None
-        self._about = about_this_rank()
+        self._worker, self._is_vllms = calling_worker()
+        self._about = stream_ranks.about_this_rank()
         self._may_offer = True
         self._meeting = Meeting("", 0.0)
         self._receiver: Receiver | None = None
+        self._made: tuple[object, ShardSource, Manifest] | None = None
+        """A policy worker's model, and what it publishes."""
+        self._direct = self._leads = False
+        """Whether vLLM's workers read the shards of policy ranks, and whether this is the first of them."""
         self._owned, self._hosting = ExitStack(), ExitStack()
         self._owned.push(self._hosting)  # closed after the sender
         self._sender = StreamSender(self._options, bucket_size, "policy", self._owned)
@@ -69,12 +84,28 @@ class RefitEngine:
 
     def prepare(self) -> dict[str, object]:
         """Return what the other ranks must know of this one. The first rank of each side offers a coordinator."""
+        refused: dict[str, object] = {}
         if self._may_offer and "coordinator" not in self._about and place_in_world(None, None)[0] == 0:
             try:
-                self._about |= offer_coordinator(self._options, self._hosting)
+                self._about |= stream_ranks.offer_coordinator(self._options, self._hosting)
             except WeightSyncError as error:  # the other side's is enough
-                return {**self._about, "refused": str(error)}
-        return dict(self._about)
+                refused["refused"] = str(error)
+        return {**self._about, **refused, **self._about_way()}
+
+    def _about_way(self) -> dict[str, object]:
+        """Whether this rank can publish or read shards, or why not."""
+        try:
+            if not self._options.direct:
+                raise ConfigurationError("the option direct is false")
+            if self._worker is None:
+                raise ConfigurationError("NeMo-RL does not show its worker")
+            if self._is_vllms:
+                return about_engine(self._worker)
+            if self._made is None or self._made[0] is not self._worker.model:
+                self._made = (self._worker.model, *policy_shards(self._worker, self._options))
+        except Exception as error:  # noqa: BLE001 - NeMo-RL's, vLLM's and ours; all ranks then stream
+            return {"streams": " ".join(str(error).split())[:_REASON]}
+        return {"checkpoint": self._made[2].fingerprint}
 
     def get_target_weight_layout(self) -> None:
         """Every policy rank sends whole tensors to all workers, which cut them: there is no one target."""
@@ -91,7 +122,15 @@ class RefitEngine:
         if worker_rank == 0:
             warn_if_untested("nemo_rl")
             tell(_log, f"the coordinator of this run is {self._meeting.coordinator}")
-        self._sender.join(self._meeting.coordinator, worker_rank, train_world_size)
+        place = self._meeting.coordinator, worker_rank, train_world_size
+        if not self._direct or self._made is None:
+            self._sender.join(*place)
+            return
+        self._worker._prepare_checkpoint_engine_weight_send()  # as for an update: a copy is made where the parameters are
+        try:
+            self._sender.join(*place, self._made[1])
+        finally:
+            self._worker._finalize_checkpoint_engine_weight_send()
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Mapping[str, Any]]
@@ -102,9 +141,16 @@ class RefitEngine:
             WeightSyncError: As for :meth:`init_policy_process_group`.
         """
         about = self._meet(train_world_size, rollout_world_size, metadata)
+        if self._direct:
+            transports = None if self._options.transports is None else list(self._options.transports)
+            self._worker.weightsync_join(
+                self._meeting.coordinator, _replica_of(about, metadata[train_world_size:]), transports=transports,
+                token_file=stream_ranks.token_file(),
+            )  # fmt: skip
+            return
         self._leave()
         self._layout = about["weight_layout"] if self.shard_expert_weights else None
-        self._receiver = join(str(self._about["name"]), self._meeting, self._options, self._options.staging())
+        self._receiver = stream_ranks.join(str(self._about["name"]), self._meeting, self._options, self._options.staging())
 
     def _meet(self, policy: int, rollout: int, metadata: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Find out where to meet. Returns what NeMo-RL knows of this rank."""
@@ -117,7 +163,14 @@ class RefitEngine:
         if not offers:
             reasons = "; ".join(str(about["refused"]) for about in metadata if "refused" in about)
             raise ConfigurationError(f"no rank offers a coordinator: {reasons or 'no rank is the first of its side'}")
-        self._meeting = arrange(offers[0], metadata, metadata[policy:])
+        self._meeting = stream_ranks.arrange(offers[0], metadata, metadata[policy:])
+        reason = stream_ranks.why_streamed(metadata[:policy], metadata[policy:])
+        self._direct, self._leads = not reason, self._about["name"] == metadata[0]["name"]
+        if self._direct:
+            replicas = dict.fromkeys(_replica_of(about, metadata[policy:]) for about in metadata[policy:])
+            self._meeting = msgspec.structs.replace(self._meeting, receivers=tuple(replicas))
+        elif self._leads:
+            stream_ranks.say_why("policy ranks gather whole tensors, and vLLM's workers receive all of them", reason)
         if self._about["name"] != offers[0]["name"]:
             self._may_offer = False
             self._about.pop("coordinator", None)
@@ -133,22 +186,34 @@ class RefitEngine:
         self._leave()
 
     def _leave(self) -> None:
+        if hasattr(self._worker, "weightsync_leave"):
+            self._worker.weightsync_leave()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Stream ``weights`` from a policy rank to all vLLM workers: see :meth:`StreamSender.send`."""
-        await self._sender.send(weights, self._meeting)
+        """Bring ``weights`` from a policy rank to all vLLM workers: see :meth:`StreamSender.send`.
+
+        Where vLLM's workers read the shards of policy ranks, ``weights`` are not iterated over: nothing of them is gathered.
+        """
+        result = await self._sender.send(None if self._direct else weights, self._meeting)
+        if self._direct and self._leads:
+            stream_ranks.say_verified("policy", all(replica.verified == "installed" for replica in result.replicas))
 
     async def receive_weight_batches(self) -> AsyncIterator[Batch]:
         """Yield the tensors of one update, in a vLLM worker. Those of a batch are lent until the next is asked for.
+
+        None are yielded where this worker reads the shards of policy ranks, which happens meanwhile.
 
         Raises:
             RoundFailed: The update failed, for this worker or on the policy's side.
             DeadlineExceeded: It did not come or go on in time.
             WeightSyncError: The coordinator cannot be reached, or refuses this worker.
         """
+        if self._direct:
+            self.read_shards()
+            return
         if self._receiver is None:
             raise ConfigurationError("this vLLM worker lacks its coordinator: NeMo-RL did not initialize it")
         async with aclosing(self._receiver.receive_async(timeout=self._meeting.seconds + GRACE)) as batches:
@@ -156,6 +221,11 @@ class RefitEngine:
                 own = self._cut(batch)
                 if own:
                     yield own
+
+    def read_shards(self) -> bool:
+        """Let vLLM's worker read its part of one update. Raises what ``weightsync_update`` raises."""
+        self._worker.weightsync_update(timeout=self._meeting.seconds + GRACE)
+        return True
 
     def _cut(self, batch: Batch) -> Batch:
         """What this worker holds of the tensors of ``batch``."""
@@ -165,6 +235,21 @@ class RefitEngine:
 
         cut = ((name, select_hf_weight_for_vllm_target(name, tensor, target_layout=self._layout)) for name, tensor in batch)
         return [(name, tensor) for name, tensor in cut if tensor is not None]
+
+
+def in_worker(worker: Any, method: str, options: dict[str, Any], arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - vLLM's
+    """Call a method of the :class:`RefitEngine` that a vLLM worker keeps. NeMo-RL's driver sends this function to the worker."""
+    engine = worker.__dict__.get(_OWN)
+    if engine is None:
+        engine = worker.__dict__[_OWN] = RefitEngine(1 << 20, **options)
+        engine._worker, engine._is_vllms, engine._may_offer = worker, True, False
+    return getattr(engine, method)(**arguments)
+
+
+def _replica_of(about: Mapping[str, Any], rollouts: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the engine of a vLLM worker: that of its first worker. NeMo-RL adds ``rank``, the place within the engine."""
+    names = [str(other["name"]) for other in rollouts]
+    return names[names.index(str(about["name"])) - int(about["rank"])]
 
 
 def _unanswered(engine: type) -> list[str]:

@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -53,8 +53,6 @@ _PERMANENT = (errors.AuthenticationError, ConfigurationError, errors.ManifestMis
 class EngineOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may write for verl."""
 
-    direct: bool = True
-    """Whether vLLM's workers read the shards of actor ranks, where all ranks can take part in that."""
     shards: bool = False
     """Whether actor ranks publish their own shards also where rollout ranks receive whole tensors."""
     keep_copy: bool = True
@@ -88,24 +86,10 @@ def choose_way(actors: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[s
     """Choose for all ranks, by what each says about itself, and say why not ``direct``."""
     if rollouts and all("adapter" in about for about in actors) and all(about.get("adapters") for about in rollouts):
         return "adapter", "the adapter is not merged (actor_rollout_ref.model.lora.merge=False)"
-    reason = next(
-        (f"{about['name']}: {about['streams']}" for about in (*actors, *rollouts) if "streams" in about),
-        ""
-        if all("checkpoint" in about for about in actors) and all("replica" in about for about in rollouts)
-        else "a rank is of another release of weightsync",
-    )
-    checkpoints = {about["checkpoint"] for about in (*actors, *rollouts) if "checkpoint" in about}
-    if not reason and len(checkpoints) > 1:
-        reason = "the checkpoint at the model's path is not the same on all nodes"
+    reason = stream_ranks.why_streamed(actors, rollouts)
     if not reason:
         return "direct", ""
     return ("shards" if all("tensors" in about for about in actors) else "stream"), reason
-
-
-@cache
-def say_why(what: str, reason: str) -> None:
-    """Log once why weights do not travel directly."""
-    _log.warning("weightsync: %s, because of %s", what, reason)
 
 
 class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -197,7 +181,7 @@ class StreamCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         way, reason = choose_way(actors, rollouts)
         if reason:
             how = {"stream": "gather whole tensors", "adapter": "send the LoRA adapter alone"}.get(way, "publish their shards")
-            say_why(f"actor ranks {how}, and rollout ranks receive whole tensors", reason)
+            stream_ranks.say_why(f"actor ranks {how}, and rollout ranks receive whole tensors", reason)
         every = cls.arguments(way, actors, rollouts)
 
         def ranks(size: int) -> dict[str, list[Any]]:

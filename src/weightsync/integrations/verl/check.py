@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from msgspec.structs import replace
 
 from weightsync.config import ClientSettings, variable
-from weightsync.errors import ConfigurationError, WeightSyncError
-from weightsync.integrations.engine_calls import plugin_release
+from weightsync.errors import WeightSyncError
+from weightsync.integrations.checks import find_called_vllm
 from weightsync.integrations.stream_options import server_settings
-from weightsync.releases import IN_CALL, check_interface, release_of, releases_tested, was_tested
+from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, ask_coordinator, find_token_of_workers
 from weightsync.server.server import BackgroundServer
 
@@ -83,16 +83,7 @@ def _workers() -> Finding:
 
     if not str(getattr(base, "_ROLLOUT_REGISTRY", {}).get(("vllm", "async"))).startswith(_PLUGIN):
         return Finding("vLLM", "limited", "this verl makes its own adapter for vLLM (0.9 makes weightsync's)", whole)
-    release = release_of("vllm")
-    try:
-        if release is None:
-            raise ConfigurationError("not installed in this environment")
-        plugin_release()
-        check_interface("vllm", IN_CALL)
-    except ConfigurationError as error:
-        return Finding("vLLM", "limited", str(error), whole)
-    tested = "" if was_tested("vllm", release) else f" (tested: {releases_tested('vllm')})"
-    return Finding("vLLM", "ok", f"{release}{tested}: its workers read the actor's shards, where the model allows it")
+    return find_called_vllm("actor", whole)
 
 
 def _token() -> Finding:

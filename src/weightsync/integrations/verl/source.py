@@ -101,16 +101,12 @@ class EngineShards:
     def _make(self, options: Options, direct: bool) -> tuple[ShardSource, Manifest]:
         engine = self._engine
         state = _state(engine)
+        model = engine.model_config
+        made = ShardSource.of_checkpoint(state, checkpoint_of(model.local_path, None, model.hf_config).manifest, options.transports)
+        if direct:
+            return made
         buffers = isinstance(state, torch.nn.Module)
         own = shards_of(state, include_buffers=buffers)[0]
-        model = engine.model_config
-        checkpoint = checkpoint_of(model.local_path, None, model.hf_config).manifest
-        wanted = {name: torch_dtype(spec.dtype) for spec in checkpoint for name in spec.names}
-        dtypes = {spec.name: wanted.get(spec.name, torch_dtype(spec.dtype)) for spec in own}
-        manifest = shards_of(state, dtype=dtypes, include_buffers=buffers)[0]
-        checkpoint.check_same(manifest, "the training engine")
-        if direct:
-            return ShardSource(state, dtypes, options.transports), manifest
         as_asked = options.dtypes({spec.name: torch_dtype(spec.dtype) for spec in own})
         manifest = shards_of(state, dtype=as_asked, include_buffers=buffers)[0]
         return ShardSource(state, as_asked, options.shard_transports()), manifest

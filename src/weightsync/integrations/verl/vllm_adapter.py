@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -18,12 +17,12 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from weightsync.closing import OnFailure
 from weightsync.errors import RoundFailed
+from weightsync.integrations.stream_ranks import say_verified, say_why
 from weightsync.integrations.updates import in_thread
 from weightsync.integrations.verl import backend
 from weightsync.integrations.verl.source import training_worker
 from weightsync.integrations.verl.vllm_servers import ServedReplica
 from weightsync.launch import texts_of_ranks
-from weightsync.protocol.notices import tell
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class _Colocated:
         if not self._options.keep_copy:
             await _in_thread(self._actor.leave)
         if metrics:
-            _tell_once(bool(metrics["checkpoint_engine/installed"]))
+            say_verified("actor", bool(metrics["checkpoint_engine/installed"]))
             _log.info("weightsync: step %s: %s", step, metrics)
         return True
 
@@ -94,7 +93,7 @@ class _Colocated:
         way, reason = backend.choose_way(actors, replicas)
         if way != "direct":
             if self._rank == 0:
-                backend.say_why("verl gathers the weights and hands them to vLLM itself", reason)
+                say_why("verl gathers the weights and hands them to vLLM itself", reason)
             self._replica.leave()
             self._actor.leave()
             return False
@@ -121,9 +120,3 @@ def _raise_first(errors: Any) -> None:  # noqa: ANN401 - texts
     first = next(filter(None, errors), "")
     if first:
         raise RoundFailed(f"the update did not begin, because an actor rank failed: {first}")
-
-
-@cache
-def _tell_once(installed: bool) -> None:
-    proof = "in the engines' parameters" if installed else "as received by the engines"
-    tell(_log, f"weightsync: vLLM's workers read the weights from the actor ranks, verified {proof}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from weightsync.engines.hf_checkpoint import checkpoint_of
 from weightsync.errors import ConfigurationError
 from weightsync.integrations.engine_calls import EngineCalls, plugin_release
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import Meeting
+from weightsync.integrations.stream_ranks import Meeting, token_file
 from weightsync.integrations.updates import GRACE
 
 _log = logging.getLogger(__name__)
@@ -67,7 +66,6 @@ class ServedReplica:
         self._is_ready = False
         self._checkpoint = ""
         self._joined = ""
-        self._token: Any = None
         self.calls = EngineCalls(self._called)
 
     @property
@@ -138,7 +136,7 @@ class ServedReplica:
         """
         if self.leads and (self._joined != meeting.coordinator or self.name not in joined):
             transports = None if options.transports is None else list(options.transports)
-            self.calls.join(meeting.coordinator, self.name, token_file=self._token_file(), transports=transports)
+            self.calls.join(meeting.coordinator, self.name, token_file=token_file(), transports=transports)
             self._joined = meeting.coordinator
 
     def leave(self) -> None:
@@ -155,14 +153,3 @@ class ServedReplica:
     def forget(self) -> None:
         """Let the workers join again at the next update, if they have left: after an error."""
         self._joined = ""
-
-    def _token_file(self) -> str | None:
-        """The file from which the workers read this rank's token. They find what a coordinator left on this host by themselves."""
-        secret = variable("WEIGHTSYNC_TOKEN")
-        if not secret:
-            return variable("WEIGHTSYNC_TOKEN_FILE") or None
-        if self._token is None:
-            self._token = tempfile.NamedTemporaryFile("w", prefix="weightsync-token-", encoding="ascii")  # noqa: SIM115 - kept
-            self._token.write(secret)
-            self._token.flush()
-        return str(self._token.name)

@@ -1,0 +1,124 @@
+"""NeMo-RL with policy and vLLM on the same GPUs. Its driver makes the calls, and no method of a worker is replaced.
+
+The synchronizer is NeMo-RL's own for CUDA IPC: its order of offloading, waking and putting to sleep holds. Only in the place of its
+two calls that transfer the weights, policy workers publish their shards, and vLLM's workers read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import nemo_rl.weight_sync.ipc_weight_synchronizer as synchronizers
+import ray
+from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
+from nemo_rl.weight_sync.ipc_weight_synchronizer import IPCWeightSynchronizer
+
+from weightsync.integrations.engine_calls import plugin_release
+from weightsync.integrations.nemo_rl.engine import NAME, in_worker
+from weightsync.integrations.stream_options import Options
+from weightsync.integrations.stream_ranks import say_why, why_streamed
+
+
+class _Replacing:
+    """An object of NeMo-RL, some of whose methods are replaced."""
+
+    def __init__(self, owner: Any, **methods: Any) -> None:  # noqa: ANN401 - NeMo-RL's
+        self._owner = owner
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - NeMo-RL's
+        return getattr(self._owner, name)
+
+
+class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
+    """NeMo-RL's, whose workers transfer shards where all of them can take part in that. Otherwise it does what NeMo-RL does."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """The user's, as under ``refit_cfg``."""
+
+    def __init__(self, policy: Any, generation: Any, refit_buffer_size_gb: float | None = None) -> None:  # noqa: ANN401 - NeMo-RL's
+        self._owned, self._engines = policy, generation
+        self._calls = CheckpointEngineWeightSynchronizer(policy, generation, {})
+        self._joined, self._direct = False, True
+        super().__init__(
+            _Replacing(policy, stream_weights_via_ipc_zmq=self._send, offload_after_refit=self._offload),
+            _Replacing(generation, update_weights_via_ipc_zmq=self._receive),
+            refit_buffer_size_gb,
+        )
+
+    def _vllms(self, method: str, **arguments: object) -> Any:  # noqa: ANN401 - what Ray gives of calls
+        return self._calls._run_generation(in_worker, (method, dict(self.options), arguments))
+
+    def _join(self) -> str:
+        """Let all workers join, or return why they cannot."""
+        try:
+            ray.get([actor.__ray_call__.remote(plugin_release) for actor in self._engines.worker_group.workers])
+            options = dict(self.options)
+            ray.get(
+                self._calls._run_policy("init_checkpoint_engine", backend=NAME, bucket_size_bytes=1 << 20, engine_kwargs=options)
+            )
+            policies = sorted(ray.get(self._calls._run_policy("prepare_checkpoint_engine")), key=lambda about: int(about["rank"]))
+            groups = ray.get(self._vllms("prepare"))
+        except Exception as error:  # noqa: BLE001 - Ray's, of any worker
+            return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+        vllms = [{**about, "rank": rank} for group in groups for rank, about in enumerate(group)]
+        if reason := why_streamed(policies, vllms):
+            return reason
+        every = {"train_world_size": len(policies), "rollout_world_size": len(vllms), "metadata": [*policies, *vllms]}
+        ray.get(
+            self._calls._run_policy("init_checkpoint_engine_process_group", **every)
+            + self._vllms("init_rollout_process_group", rollout_rank=0, **every)
+        )
+        return ""
+
+    def _send(self, **arguments: Any) -> Any:  # noqa: ANN401 - NeMo-RL's
+        """Take the place of NeMo-RL's call of policy workers. vLLM's weights are awake by then."""
+        if self._direct and not self._joined:
+            reason = self._join()
+            self._joined, self._direct = not reason, not reason
+            if reason:
+                say_why("NeMo-RL gathers the weights and hands them to vLLM itself", reason)
+        if self._direct:
+            return self._calls._run_policy("send_weights_via_checkpoint_engine")
+        return self._owned.stream_weights_via_ipc_zmq(**arguments)
+
+    def _receive(self) -> Any:  # noqa: ANN401 - NeMo-RL's
+        """Take the place of the call of vLLM's workers, which follows that."""
+        return self._vllms("read_shards") if self._direct else self._engines.update_weights_via_ipc_zmq()
+
+    def _offload(self) -> None:
+        """Free what policy workers published before they offload their model, and before vLLM wakes its cache."""
+        if self._joined:
+            self._joined = False
+            ray.get(self._calls._run_policy("finalize_checkpoint_engine"))
+        self._owned.offload_after_refit()
+
+
+def with_synchronizer(refit: Any) -> Any:  # noqa: ANN401 - NeMo-RL's function
+    """Return NeMo-RL's ``refit_policy_generation`` that gives a colocated vLLM a :class:`ColocatedSynchronizer`."""
+
+    @functools.wraps(refit)
+    def synchronized(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        given = inspect.signature(refit).bind(*args, **kwargs).arguments
+        generation = given["policy_generation"]
+        lacks = getattr(generation, "weight_synchronizer", None) is None
+        if given["colocated_inference"] and lacks and generation.cfg["backend"] == "vllm":
+            size = given.get("_refit_buffer_size_gb")
+            generation.weight_synchronizer = ColocatedSynchronizer(given["policy"], generation, size)
+        return refit(*args, **kwargs)
+
+    return synchronized
+
+
+def enable_colocated(options: Mapping[str, object]) -> None:
+    """Let NeMo-RL make this synchronizer. Raises what :func:`weightsync.integrations.nemo_rl.enable` raises."""
+    from nemo_rl.algorithms import grpo
+
+    Options.of(options, "weightsync.integrations.nemo_rl.enable")
+    ColocatedSynchronizer.options = options
+    synchronizers.IPCWeightSynchronizer = ColocatedSynchronizer
+    if not hasattr(grpo.refit_policy_generation, "__wrapped__"):
+        grpo.refit_policy_generation = with_synchronizer(grpo.refit_policy_generation)

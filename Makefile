@@ -233,7 +233,7 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 	log=$$(mktemp); tested=$$(mktemp); types=$$(mktemp); vllm=; checking=; status=0; \
 	stop() { \
 		trap '' HUP INT TERM; \
-		if [[ -n $$vllm ]] && kill -INT -- -$$vllm 2>/dev/null; then wait $$vllm || [[ -s $$tested ]] || rm -rf $(VLLM_VENV); fi; \
+		if [[ -n $$vllm ]] && kill -INT -- -$$vllm 2>/dev/null; then wait $$vllm || [[ -e $(VLLM_VENV)/.installed ]] || rm -rf $(VLLM_VENV); fi; \
 		if [[ -n $$checking ]] && kill -- -$$checking 2>/dev/null; then wait $$checking || true; fi; \
 		rm -f "$$log" "$$tested" "$$types"; \
 	}; \

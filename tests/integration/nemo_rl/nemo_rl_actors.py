@@ -76,12 +76,17 @@ class ShardedPolicyRank(PolicyRank):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
+    def _prepare_checkpoint_engine_weight_send(self) -> None:
+        if self.state.fault == "raise":
+            raise ValueError("the parameters cannot be loaded")
+
     def _checkpoint_engine_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.model.state_dict().items():
             yield name, tensor.full_tensor().to(torch.bfloat16)
         self.state.walked = True
 
     def set(self, seed: int | None = None, fault: str | None = None) -> None:
+        self.state.fault = self.state.fault if fault is None else fault
         for number, parameter in enumerate(self.model.parameters()):
             parameter.data.copy_(torch.full_like(parameter.data, (seed or 0) + number / 64))
 

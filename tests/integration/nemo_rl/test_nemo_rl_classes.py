@@ -30,6 +30,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from nemo_rl.utils.config import load_config_with_inheritance
+from nemo_rl.weight_sync import ipc_weight_synchronizer
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
@@ -37,8 +38,8 @@ from tests.integration.called_module import make_model
 from tests.integration.nemo_rl.refit_contract import POLICIES, SECONDS, WORKERS, RefitContract, RefitProtocol, expected, raised
 
 from weightsync.config import Address, ClientSettings
-from weightsync.errors import RoundFailed
-from weightsync.integrations.nemo_rl.colocated import with_synchronizer
+from weightsync.errors import ConfigurationError, RoundFailed
+from weightsync.integrations.nemo_rl import colocated, enable
 from weightsync.integrations.nemo_rl.engine import NAME
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import find_token
@@ -242,7 +243,7 @@ class ColocatedRefits(RayRefits):
         policy.stream_weights_via_ipc_zmq, policy.get_free_memory_bytes = does("sent", []), lambda: 1 << 30
         generation.prepare_for_generation, generation.weight_synchronizer = does("wake"), None
         generation.update_weights_via_ipc_zmq = does("received", [])
-        self.refit = with_synchronizer(refit_of_nemo_rl())
+        self.refit = colocated.with_synchronizer(refit_of_nemo_rl())
 
     def sync(self, seed: int) -> None:
         self._change(seed)
@@ -274,6 +275,13 @@ def test_on_shared_gpus_shards_travel_within_nemo_rls_own_order_of_calls(folder:
         assert made.walked() == [False] * POLICIES, "nothing is gathered"
         assert [replica.verified for replica in made.last_round().replicas] == ["installed"] * WORKERS
         assert made.status().trainer_world_size == 0, "what policy ranks published is freed after each update"
+        made.set_faults(["", "raise"], ["", ""])
+        with pytest.raises(RayTaskError, match="the parameters cannot be loaded"):
+            made.sync(2)
+        assert made.order == BRACKET * 3, "NeMo-RL's own order also after an error"
+        made.set_faults(["", ""], ["", ""])
+        made.sync(3)
+        assert made.holds()
     finally:
         made.kill()
 
@@ -289,6 +297,24 @@ def test_on_shared_gpus_nemo_rl_transfers_what_has_fp8_scales(folder: Path, mode
         assert len([record for record in caplog.records if "KV scales travel with the weights" in record.message]) == 1
     finally:
         made.kill()
+
+
+def test_nemo_rl_makes_the_synchronizer_once_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grpo: Any = types.ModuleType("nemo_rl.algorithms.grpo")
+    grpo.refit_policy_generation = refit_of_nemo_rl()
+    monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
+    monkeypatch.setattr(ipc_weight_synchronizer, "IPCWeightSynchronizer", ipc_weight_synchronizer.IPCWeightSynchronizer)
+    monkeypatch.setattr(colocated.ColocatedSynchronizer, "options", {})
+    with pytest.raises(ConfigurationError, match="timeou"):
+        enable(timeou=3.0)
+    enable(timeout=3.0)
+    wrapped = grpo.refit_policy_generation
+    enable(timeout=4.0)
+    assert grpo.refit_policy_generation is wrapped
+    generation = types.SimpleNamespace(cfg={"backend": "vllm"}, weight_synchronizer=None)
+    made = create_weight_synchronizer(types.SimpleNamespace(), generation, "vllm", colocated=True, refit_buffer_size_gb=2)
+    assert isinstance(made, colocated.ColocatedSynchronizer)
+    assert (dict(made.options), made._compute_buffer_size()) == ({"timeout": 4.0}, 2 << 30)
 
 
 @pytest.fixture(scope="module")

@@ -118,8 +118,9 @@ class RefitEngine:
         Raises:
             WeightSyncError: No rank offers a coordinator, it cannot be reached, or refuses this rank.
         """
+        before = self._meeting.coordinator
         self._meet(train_world_size, rollout_world_size, metadata)
-        if worker_rank == 0:
+        if worker_rank == 0 and self._meeting.coordinator != before:
             warn_if_untested("nemo_rl")
             tell(_log, f"the coordinator of this run is {self._meeting.coordinator}")
         place = self._meeting.coordinator, worker_rank, train_world_size
@@ -238,7 +239,7 @@ class RefitEngine:
 
 
 def in_worker(worker: Any, method: str, options: dict[str, Any], arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - vLLM's
-    """Call a method of the :class:`RefitEngine` that a vLLM worker keeps. NeMo-RL's driver sends this function to the worker."""
+    """Call a method of the :class:`RefitEngine` of a vLLM worker, or of vLLM's wrapper around it. The driver sends this."""
     engine = worker.__dict__.get(_OWN)
     if engine is None:
         engine = worker.__dict__[_OWN] = RefitEngine(1 << 20, **options)

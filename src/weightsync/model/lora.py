@@ -21,6 +21,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.w
 MAX_FACTOR = 1e9
 """The largest alpha, and scaling of a module."""
 _MATRIX = 2  # dimensions
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _SHOWN = 3
 
 _Module = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -123,7 +124,7 @@ def lora_modules(manifest: Manifest) -> list[LoraModule]:
     """Return the modules of the adapter whose tensors ``manifest`` lists.
 
     Raises:
-        ConfigurationError: A tensor is none of LoRA's matrices, lacks its counterpart, or their shapes do not fit.
+        ConfigurationError: A tensor is none of LoRA's matrices, is quantized, lacks its counterpart, or their shapes do not fit.
     """
     pairs: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
     for spec in manifest:
@@ -132,6 +133,10 @@ def lora_modules(manifest: Manifest) -> list[LoraModule]:
             raise ConfigurationError(
                 f"{spec.name!r} is no tensor of a LoRA adapter: names are {PREFIX}MODULE.lora_A.weight and .lora_B.weight. DoRA's "
                 "magnitudes, biases and modules_to_save cannot be published as part of an adapter"
+            )
+        if spec.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"{spec.name} is {spec.dtype}, and engines take {', '.join(_DTYPES)}: give Adapters(dtype=torch.bfloat16)"
             )
         pairs[match[1]][match[2]] = spec
     broken = [

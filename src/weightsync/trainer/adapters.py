@@ -289,7 +289,16 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of a model with PEFT's adapters without the adapters, by their names without PEFT.
 
     ``weightsync.Trainer(weightsync.base_weights(peft_model))`` publishes the base of its adapters.
+
+    Raises:
+        ConfigurationError: An adapter is merged into the weights now. Engines would add it a second time.
     """
+    for name, module in model.named_modules():
+        if merged := getattr(module, "merged_adapters", None):
+            raise ConfigurationError(
+                f"{', '.join(merged)} is merged into {checkpoint_name(name)}: call the model's unmerge_adapter() first, or publish "
+                "the merged weights and no adapter"
+            )
     named = ((checkpoint_name(name), tensor) for name, tensor in model.state_dict(keep_vars=True).items())
     buffers = {checkpoint_name(name) for name, _ in model.named_buffers()}
     return {

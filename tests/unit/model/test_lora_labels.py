@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigurationError, VersionError
-from weightsync.model import TensorSpec
-from weightsync.model.lora import LoraModule, check_extents, newest_label, served_label
+from weightsync.model import Manifest, TensorSpec
+from weightsync.model.lora import LoraModule, check_extents, lora_modules, newest_label, served_label
 
 LABELS = ["alice/math@9", "alice/math@10", "alice/mathematics@11", "bob/code@0"]
 
@@ -39,3 +39,13 @@ def test_matrices_fit_exactly(output: int, inputs: int, most: int) -> None:
     check_extents("alice/math", module, 8, 6, 4)
     with pytest.raises(ConfigurationError, match="alice/math changes layer"):
         check_extents("alice/math", module, output, inputs, most)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "bfloat16", "float32"])
+def test_quantized_matrices_are_no_adapter(dtype: str) -> None:
+    specs = [TensorSpec(f"base_model.model.q.lora_{part}.weight", (4, 4), dtype) for part in "AB"]
+    if dtype in ("bfloat16", "float32"):
+        assert len(lora_modules(Manifest(specs))) == 1
+    else:
+        with pytest.raises(ConfigurationError, match=rf"q.lora_A.weight is {dtype}, and engines take float64"):
+            lora_modules(Manifest(specs))

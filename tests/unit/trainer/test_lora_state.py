@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.trainer.adapters import adapter_of
+from weightsync.trainer.adapters import adapter_of, base_weights
 
 
 @pytest.mark.parametrize("more", ["bias", "tokens", "alora", ""])
@@ -52,3 +52,13 @@ def test_peft_adapters_of_other_types_are_refused() -> None:
     model.peft_config = {"default": SimpleNamespace(peft_type="IA3")}  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="type IA3, and only LoRA"):
         adapter_of(model, "default", None, False)
+
+
+def test_merged_weights_are_no_base() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.merged_adapters = []  # type: ignore[assignment]
+    model = torch.nn.ModuleDict({"q": layer})
+    assert base_weights(model).keys() == {"q.weight"}
+    layer.merged_adapters = ["default"]  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"default is merged into q: call the model's unmerge_adapter\(\) first"):
+        base_weights(model)

@@ -21,7 +21,8 @@ class Case:
     ``mtp`` is the number of prediction layers. ``first_stage`` layers are in the first pipeline stage, if not as many as in the
     others. With ``contradictions``, changes to the configuration that hf_state alone is given, nothing is published: what it raises
     for each of them is told. With ``fsdp``, Transformers' own module is sharded by Megatron-FSDP instead. With ``bridge``, hf_state
-    is given that bridge; with ``exported``, the wanted tensors are what Megatron-Bridge itself gathers.
+    is given that bridge; with ``exported``, the wanted tensors are what Megatron-Bridge itself gathers. With ``lora``, the model
+    has Megatron-Bridge's LoRA of that rank; base and adapter are published apart, the adapter with twice that as its alpha.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Case:
     fsdp: bool = False
     bridge: str = ""
     exported: bool = False
+    lora: int = 0
 
     def __hash__(self) -> int:
         """By its name."""
@@ -65,6 +67,7 @@ class Case:
         mesh = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         mesh = f"fsdp-{mesh}" if self.fsdp else mesh
         mesh = f"{self.bridge}-{mesh}" if self.bridge else mesh
+        mesh = f"lora{self.lora}-{mesh}" if self.lora else mesh
         uneven = [] if self.first_stage is None else [f"first{self.first_stage}"]
         return "-".join([self.family, mesh or "one", *uneven, *map(str, self.changes)]) + ("" if self.stacked else "-checkpoint")
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -191,6 +191,11 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
     initialize(case)
     torch.manual_seed(1)
     chunks = build(case)
+    if case.lora:
+        from megatron.bridge.peft import lora, utils
+
+        utils.HAVE_TE = False  # whose classes are stand-ins
+        lora.LoRA(dim=case.lora, alpha=2 * case.lora)(chunks)
     model = wrapped(chunks)
     (folder / f"place-{rank}.json").write_text(json.dumps(_place(chunks)))
     if case.contradictions:
@@ -200,9 +205,11 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
-    bridge = bridge_of(case)
+    bridge, config, adapter = bridge_of(case), hf_config(case.family, case.changes), None
     with no_collectives():
-        state = hf_state(model, config=hf_config(case.family, case.changes), bridge=bridge)
+        state = hf_state(model, config=config, bridge=bridge, lora="base" if case.lora else None)
+        if case.lora:
+            adapter = hf_state(model, config=config, lora="adapter")
 
     def place(version: int) -> None:
         fill(chunks, version)
@@ -212,13 +219,18 @@ def run(rank: int, case: Case, folder: Path, orders: int, results: int) -> None:
         if case.exported:
             export(model, bridge, folder, version)
 
-    publish(rank, case, state, orders, results, place)
+    publish(rank, case, state, orders, results, place, adapter)
 
 
-def publish(rank: int, case: Case, state: Any, orders: int, results: int, place: Callable[[int], None]) -> None:
+def publish(
+    rank: int, case: Case, state: Any, orders: int, results: int, place: Callable[[int], None], adapter: Any = None
+) -> None:
     """Publish all versions. ``place`` gives the weights of a version."""
     output, control = os.fdopen(os.dup(results), "w"), os.fdopen(os.dup(orders))
-    with weightsync.Trainer(state, dtype=torch.bfloat16 if case.fsdp else None) as trainer:  # its main weights are float32
+    with ExitStack() as owned:
+        trainer = owned.enter_context(weightsync.Trainer(state, dtype=torch.bfloat16 if case.fsdp else None))  # of float32 weights
+        if adapter is not None:
+            adapters = owned.enter_context(weightsync.Adapters(adapter, base=trainer, alpha=2 * case.lora))
         if rank == 0:
             say(output, environment=trainer.environment)
         for version in range(1, case.versions + 1):
@@ -226,6 +238,8 @@ def publish(rank: int, case: Case, state: Any, orders: int, results: int, place:
             dist.barrier()
             trainer.wait_for_replicas(1, timeout=60)
             result = trainer.publish(version, timeout=60)
+            if adapter is not None:
+                result = adapters.publish("megatron/lora", version, timeout=60)
             if rank == 0:
                 say(output, published=version, replicas=[[one.state, one.verified, one.delivery] for one in result.replicas])
                 control.readline()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.megatron.megatron_cases import Case, expert_count, hf_config
 
-__all__ = ["reference", "stacked"]
+__all__ = ["adapter_reference", "reference", "stacked"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -19,7 +19,8 @@ Tensors = dict[str, torch.Tensor]
 def reference(case: Case, folder: Path, version: int) -> Tensors:
     """The Hugging Face state dict of the model that the ranks hold."""
     hf = hf_config(case.family, case.changes)
-    whole = _gathered(case, folder, version, hf)
+    whole = {name.replace(".to_wrap.", "."): value for name, value in _gathered(case, folder, version, hf).items()}
+    whole = {name: value for name, value in whole.items() if ".adapter." not in name}
     out: Tensors = {}
     embedding = whole.pop("embedding.word_embeddings.weight")[0]
     out["model.embed_tokens.weight"] = embedding[: hf.vocab_size]
@@ -45,6 +46,21 @@ def reference(case: Case, folder: Path, version: int) -> Tensors:
         out[last + "embed_tokens.weight"] = out["model.embed_tokens.weight"]
         out[last + "shared_head.head.weight"] = out["lm_head.weight"]
     assert not whole, f"the reference converts no {sorted(whole)}"
+    return out
+
+
+def adapter_reference(case: Case, folder: Path, version: int) -> Tensors:
+    """The adapter of the model that the ranks hold, under PEFT's names."""
+    hf = hf_config(case.family, case.changes)
+    out: Tensors = {}
+    whole = _gathered(case, folder, version, hf)
+    for name, gathered in whole.items():
+        match = re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.+)\.adapter\.linear_out\.weight", name)
+        if match:  # B has the rows of the layer's weight, and each tensor in it has the same A
+            into, _ = whole[name.replace("linear_out", "linear_in")]
+            for label, matrix in _layer({f"{match[2]}.weight": gathered}, hf).items():
+                module = f"base_model.model.model.layers.{match[1]}.{label.removesuffix('.weight')}"
+                out |= {f"{module}.lora_A.weight": into, f"{module}.lora_B.weight": matrix}
     return out
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.integration.megatron.megatron_cases import MESHES, TIED, Case, fsdp_values, hf_config
 from tests.integration.megatron.megatron_process import Ranks
+from tests.integration.rounds.test_adapters import Part
 
 import weightsync
 
@@ -130,6 +131,45 @@ def test_every_version_arrives_in_transformers_bit_for_bit(ranks: Ranks, case: C
                 with torch.no_grad():
                     logits = module(computed["ids"]).logits
                 torch.testing.assert_close(logits, computed["logits"], rtol=1e-4, atol=1e-4)
+            ranks.write("")
+    ranks.end()
+
+
+LORA = [
+    Case("llama", tp=2, lora=4, versions=2, **FORWARD),
+    Case("qwen3_moe", tp=2, ep=2, etp=1, lora=4, versions=2, stacked=False),
+    pytest.param(Case("qwen3_moe", tp=2, ep=2, etp=2, pp=2, lora=4, stacked=False), marks=pytest.mark.rare),
+    pytest.param(Case("llama", tp=2, pp=2, vpp=2, lora=4), marks=pytest.mark.rare),
+    pytest.param(Case("deepseek_v3", tp=2, ep=2, lora=4, stacked=False), marks=pytest.mark.rare),
+]
+
+
+@pytest.mark.parametrize("case", LORA, ids=str)
+def test_lora_of_megatron_bridge_arrives_beside_its_base_bit_for_bit(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from tests.integration.megatron.megatron_reference import adapter_reference, reference
+
+    module = _module(case)
+    engine = weightsync.ModuleAdapter(module, include_buffers=True, adapter_slots=4)
+    received = Part()  # takes adapters of experts, too
+    received.inner = engine
+    ranks.begin(case, tmp_path)
+    environment = ranks.read("environment")["environment"]
+    where, token = environment["WEIGHTSYNC_COORDINATOR"], environment["WEIGHTSYNC_TOKEN"]
+    with weightsync.Engine(engine if case.forward else received, replica="transformers-0", coordinator=where, token=token):
+        for version in range(1, case.versions + 1):
+            assert ranks.read("published")["replicas"] == [["loaded", "installed", "streamed"]]
+            if case.forward:
+                computed = load_file(tmp_path / f"{version}-logits.safetensors")
+                with torch.no_grad(), engine.in_use(adapter=f"megatron/lora@{version}"):
+                    logits = module(computed["ids"]).logits
+                torch.testing.assert_close(logits, computed["logits"], rtol=1e-4, atol=1e-4)
+            else:
+                held, wanted = received.staged[f"megatron/lora@{version}"], adapter_reference(case, tmp_path, version)
+                assert set(held) == set(wanted)
+                assert [name for name, value in wanted.items() if not torch.equal(held[name], value)] == []
+            base, wanted = module.state_dict(), reference(case, tmp_path, version)
+            assert [name for name, value in wanted.items() if not torch.equal(base[name], value)] == []
             ranks.write("")
     ranks.end()
 

@@ -98,7 +98,8 @@ class Model(nn.Module):
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """What Megatron's checkpoints would call each parameter, and the box of it that this rank holds."""
         assert metadata["non_homogeneous_layers"]
-        return {name: self._sharded(name, value.detach()) for name, value in self.named_parameters()}
+        shards = {name: self._sharded(name, value.detach()) for name, value in self.named_parameters()}
+        return {name.replace(".to_wrap.", "."): boxes for name, boxes in shards.items()}  # as Megatron-Bridge's wrapper does
 
     def _sharded(self, name: str, value: torch.Tensor) -> Any:
         key = re.sub(r"(?<=decoder\.layers\.)[0-9]+", lambda match: str(self._layers[int(match[0])]), name)

@@ -287,10 +287,52 @@ def test_parameters_without_memory_are_named_before_a_publication() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear_qkv.to_wrap.weight", "linear_qkv.adapter.linear_in.weight", "linear_qkv.lora_a.weight"])
-def test_an_adapter_is_named_and_to_be_merged(name: str) -> None:
+def test_an_adapter_is_named_and_to_be_published_apart(name: str) -> None:
     model = Model(CONFIG, {**parameters(), f"decoder.layers.0.self_attention.{name}": torch.ones(2, 2)})
-    with pytest.raises(LayoutError, match=r"layers\.0\.self_attention\.linear_qkv.* belongs to an adapter \(LoRA\).*Merge"):
+    with pytest.raises(
+        LayoutError, match=r"layers\.0\.self_attention\.linear_qkv.* belongs to an adapter \(LoRA\).*apart, with hf_state"
+    ):
         hf_state(model, config=CONFIG)
+
+
+def adapted(more: dict[str, torch.Tensor] | None = None, rank: int = 4) -> Model:
+    """A model with Megatron-Bridge's LoRA on its attention's output."""
+    given, layer = parameters(), "decoder.layers.{}.self_attention.linear_proj."
+    for number in range(2):
+        given[layer.format(number) + "to_wrap.weight"] = given.pop(layer.format(number) + "weight")
+        given[layer.format(number) + "adapter.linear_in.weight"] = torch.randn(rank, 8)
+        given[layer.format(number) + "adapter.linear_out.weight"] = torch.randn(8, rank)
+    model = Model(CONFIG, given | (more or {}))
+    for name, module in model.named_modules():
+        if name.endswith(".adapter"):
+            module.dim = rank
+    return model
+
+
+def test_base_and_adapter_are_published_apart() -> None:
+    model = adapted()
+    base, adapter = (held(hf_state(model, config=CONFIG, lora=part)) for part in ("base", "adapter"))
+    layer: Any = model.get_submodule("decoder.layers.1.self_attention.linear_proj")
+    assert torch.equal(base["model.layers.1.self_attn.o_proj.weight"], layer.to_wrap.weight)
+    assert not any(value.isnan().any() for value in base.values())
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"
+    assert torch.equal(adapter[name.format("A")], layer.adapter.linear_in.weight)
+    assert torch.equal(adapter[name.format("B")], layer.adapter.linear_out.weight)
+    assert len(adapter) == 4
+
+
+def test_what_is_no_lora_of_megatron_bridge_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"has no LoRA of Megatron-Bridge"):
+        hf_state(Model(CONFIG, parameters()), config=CONFIG, lora="adapter")
+    with pytest.raises(ConfigurationError, match=r"bridge=\) has no rules: .* and lora"):
+        hf_state(adapted(), config=CONFIG, lora="base", bridge=lambda name, whole: [])
+    experts = adapted({"decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight": torch.randn(4, 8)})
+    with pytest.raises(LayoutError, match=r"no rule for parameter decoder\.layers\.0\.mlp\.experts\.linear_fc1\.adapter"):
+        hf_state(experts, config=CONFIG, lora="adapter")
+    some = adapted()
+    del some.get_submodule("decoder.layers.0.self_attention.linear_proj").adapter
+    with pytest.raises(LayoutError, match=r"nothing holds base_model\.model\.model\.layers\.0\.self_attn\.o_proj\.lora_A\.weight"):
+        hf_state(some, config=CONFIG, lora="adapter")
 
 
 def test_a_parameter_without_a_rule_is_named_before_megatron_is_asked_for_its_shards() -> None:

@@ -89,6 +89,6 @@ def refuse_adapter(name: str, place: object) -> None:
     """
     if any(part in f".{name}" for part in _ADAPTERS):
         raise LayoutError(
-            f"{name} on {place} belongs to an adapter (LoRA): only whole weights are published. Merge the adapter into the model, "
-            "and give hf_state the merged one"
+            f'{name} on {place} belongs to an adapter (LoRA). Publish the two apart, with hf_state(..., lora="base") and '
+            'lora="adapter" (docs/guides/megatron.md), or merge the adapter and give hf_state the merged model'
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from weightsync.integrations.megatron.families import FAMILIES, NO_VIEWS, Family
 from weightsync.integrations.megatron.live_state import LiveState, refuse_adapter
 from weightsync.integrations.megatron.packing import Packing, Part
 from weightsync.model import Manifest, TensorSpec
+from weightsync.model.lora import PREFIX
 from weightsync.tensors.shards import Shard, ShardedState, dtype_name
 
 ShardedTensor: TypeAlias = Any
@@ -120,6 +121,26 @@ class ModelRules:
             self.copies.setdefault(_EMBEDDING, []).append(f"model.layers.{number}.embed_tokens.weight")
             self.copies.setdefault(_EMBEDDING if tied else _HEAD, []).append(f"model.layers.{number}.shared_head.head.weight")
         self.manifest = self._survey((_HEAD,) if tied else ())
+        self.lora: Literal["base", "adapter"] | None = None
+
+    def adapt(self, ranks: Mapping[str, int], dtype: str) -> None:
+        """Replace the rules by those of Megatron-Bridge's LoRA, for the layers whose names ``ranks`` has, under PEFT's names.
+
+        The parts of ``linear_out`` are those of the layer's weight. ``linear_in`` is the A of each of its tensors.
+        """
+        rules, self.packings, self.copies, self.dtype = self.packings, {}, {}, dtype
+        for (layer, key), rule in rules.items():
+            module, _, kind = key.rpartition(".")
+            rank = ranks.get(module.rpartition(".")[2])
+            if rank is not None and kind == "weight":
+                parts = [replace(part, name=PREFIX + part.name.removesuffix(".weight")) for part in rule.parts]
+                first, *others = dict.fromkeys(f"{part.name}.lora_A.weight" for part in parts)
+                self.copies[first] = others
+                into = Packing((Part(first, (rank, rule.parts[0].shape[1])),), rule.dim)
+                self.packings[layer, f"{module}.adapter.linear_in.weight"] = into
+                outs = tuple(replace(part, name=f"{part.name}.lora_B.weight", shape=(part.shape[0], rank)) for part in parts)
+                self.packings[layer, f"{module}.adapter.linear_out.weight"] = replace(rule, parts=outs, dim=0, cut=True)
+        self.manifest = self._survey(())
 
     def _survey(self, aliases: tuple[str, ...]) -> Manifest:
         specs = dict[str, TensorSpec]()
@@ -141,6 +162,7 @@ def hf_state(
     stacked_experts: bool = False,
     convert_norms: bool = False,
     bridge: object | None = None,
+    lora: Literal["base", "adapter"] | None = None,
 ) -> ShardedState:
     """Return this rank's part of a Megatron-core model under Hugging Face names, for :class:`weightsync.Trainer`.
 
@@ -163,6 +185,8 @@ def hf_state(
         bridge: Converts instead of the rules: an ``AutoBridge`` of Megatron-Bridge, a bridge of mbridge, or a function that takes
             Megatron's name and the whole parameter and returns pairs of Hugging Face names and tensors. Constants that it adds, as
             for norms, are added in copies. The other options are for rules only.
+        lora: What to publish of a model with Megatron-Bridge's LoRA: its ``"base"``, by :class:`weightsync.Trainer`, or the
+            ``"adapter"`` under PEFT's names, by :class:`weightsync.Adapters`. By default such a model is refused.
 
     Raises:
         ConfigurationError: The family is unknown, or the two configurations contradict each other.
@@ -173,8 +197,8 @@ def hf_state(
     if not chunks:
         raise ConfigurationError("hf_state needs the model chunks of this rank, and got none")
     if bridge is not None:
-        if family is not None or stacked_experts or convert_norms:
-            raise ConfigurationError("hf_state(bridge=) has no rules: leave out family, stacked_experts and convert_norms")
+        if family is not None or stacked_experts or convert_norms or lora:
+            raise ConfigurationError("hf_state(bridge=) has no rules: leave out family, stacked_experts, convert_norms and lora")
         return BridgedState(chunks, config, bridge)
     if not isinstance(getattr(chunks[0].model, "decoder", None), nn.Module):
         raise ConfigurationError(
@@ -191,7 +215,7 @@ def hf_state(
         )
     _check_configuration(chunks, config)
     added = int(bool(chunks[0].config.layernorm_zero_centered_gamma)) - int(family.zero_centered_norms)
-    if added and not convert_norms:
+    if added and not convert_norms and lora != "adapter":
         raise ConfigurationError(
             f"the norms on {chunks[0].place} (decoder.final_layernorm.weight and others) hold the weight"
             f"{' minus one' if added > 0 else ''}, and this family's checkpoints {'do not' if added > 0 else 'hold it minus one'} "
@@ -199,13 +223,20 @@ def hf_state(
             "hf_state(..., convert_norms=True) publishes converted copies of them"
         )
     dtype, predicted = dtype_name(chunks[0].config.params_dtype), getattr(chunks[0].config, "mtp_num_layers", None) or 0
-    rules = ModelRules(config, family, dtype, stacked=stacked_experts, predicted=predicted)
+    rules = ModelRules(config, family, dtype, stacked=stacked_experts and lora != "adapter", predicted=predicted)
     experts = chunks[0].config.num_moe_experts
     if rules.expert_counts - {experts}:
         raise ConfigurationError(
             f"Megatron's num_moe_experts is {experts} on {chunks[0].place}, and the Hugging Face configuration means "
             f"{', '.join(map(str, sorted(rules.expert_counts)))}"
         )
+    rules.lora = lora
+    if lora == "adapter":
+        modules = [(path, module) for chunk in chunks for path, module in chunk.model.named_modules() if path.endswith(".adapter")]
+        ranks = {path.split(".")[-2]: int(module.dim) for path, module in modules if hasattr(module, "dim")}
+        if not ranks:
+            raise ConfigurationError(f"the model on {chunks[0].place} has no LoRA of Megatron-Bridge (megatron.bridge.peft.lora)")
+        rules.adapt(ranks, dtype_name(next(modules[0][1].parameters()).dtype))
     return MegatronState(chunks, rules, added)
 
 
@@ -223,7 +254,7 @@ class MegatronState(LiveState):
     def _shards_of(self, chunk: ModelChunk) -> Iterator[Shard]:
         """Yield the shards of one chunk. Raises if a parameter has no rule, or a rule of the chunk has no parameter."""
         held = set[Part]()
-        parameters = [(name, value, *self._rule(chunk, name)) for name, value in chunk.tensors()]
+        parameters = [(name, value, *self._rule(chunk, name)) for name, value in self._tensors(chunk)]
         declared = sharded_tensors(chunk.model)  # after the rules: it fails, and names nothing, on a module that is not Megatron's
         for name, value, rule, layer, key in parameters:
             held.update(rule.parts)
@@ -233,9 +264,18 @@ class MegatronState(LiveState):
                 lacking = next(part.name for part in rule.parts if part not in held)
                 raise LayoutError(f"nothing holds {lacking} on {self._place}, where its model should have a parameter {key}")
 
+    def _tensors(self, chunk: ModelChunk) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is published of the chunk, under the names that its ``sharded_state_dict()`` has."""
+        part = self._rules.lora
+        for name, value in chunk.tensors():
+            if part is None or (".adapter." in name) == (part == "adapter"):
+                known_as = name if part is None else name.replace(".to_wrap.", ".")
+                if part != "adapter":
+                    refuse_adapter(known_as, self._place)
+                yield known_as, value
+
     def _rule(self, chunk: ModelChunk, name: str) -> tuple[Packing, int | None, str]:
         """Return the rule of a parameter, its layer, and its name there."""
-        refuse_adapter(name, self._place)
         layer, key = chunk.locate(name)
         rule = self._rules.packings.get((layer, key))
         if rule is None:

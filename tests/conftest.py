@@ -20,6 +20,7 @@ import pytest
 from tests.processes import children
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: more threads only fight
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves its workers beside other tests, for minutes
 
 # Torch's stores ask the name server for the name of each peer, of 127.0.0.1 too. One that does not answer stops both ends for 5 s
 # each time, which exceeds deadlines of tests. With no attempts, glibc asks nobody, also in child processes.

@@ -483,7 +483,8 @@ class Coordinator:
     def _seed_wanted(self, names: Iterable[str] = ()) -> None:
         """Start background seeding if a replica needs it and a version can be read. ``names`` need it from now on, too.
 
-        Each request gets one attempt; one that a publication cancelled, or failed on the store or without a trainer, is repeated.
+        Each request gets one attempt; one that a publication cancelled, or failed on the store or without a trainer, is repeated. A
+        reader that fails without a trainer leaves half of the keyed digests to others.
         """
         self._wanted.update(names)
         if self._wanted and self._seedable() is not None and not self._closed and self._seeder is None:
@@ -499,7 +500,8 @@ class Coordinator:
                 try:
                     result = await self._seed(names, RoundDeadline(self.settings.timeout), late=True)
                     failed = (each for each in result.replicas if each.error)
-                    self._again.add(each.name for each in failed if each.source == STORE or not self._members.trainers)
+                    alone = not self._members.trainers and self._keyed.allow_repetition
+                    self._again.add(each.name for each in failed if each.source == STORE or alone)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not
                 except WeightSyncError as error:

@@ -54,6 +54,11 @@ class KeyedDigester:
         """Whether digests of ``version`` are kept, or there is a trainer to ask."""
         return bool(self._members.trainers) or (self._version == version and bool(self._kept))
 
+    @property
+    def allow_repetition(self) -> bool:
+        """Whether a reader that failed may take another of those that are kept: at least half of them are for others."""
+        return len(self._kept) > KEPT // 2
+
     async def draw(self, version: Version, deadline: RoundDeadline) -> KeyedDigests:
         """Return the digests of ``version`` under a key that was never used: from the trainer, otherwise one that was kept.
 

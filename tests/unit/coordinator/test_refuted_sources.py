@@ -64,6 +64,7 @@ async def test_a_reader_that_fails_from_two_sources_blames_neither() -> None:
     world.add_replica("new")
     await world.drain()
     assert sources(last(world)) == {"new": "a"}
+    assert world.states()["new"] == ("loaded", 1), "the reader that failed took all keyed digests"
     world.check()
 
 

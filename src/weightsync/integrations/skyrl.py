@@ -56,10 +56,15 @@ class SkyRLTrainerEngine(WeightsyncTrainerEngine):
         """Join the coordinator. SkyRL calls it on every trainer rank.
 
         Raises:
-            ConfigurationError: ``source`` is missing or not supported.
+            ConfigurationError: ``source`` is missing or not supported, or SkyRL trains a LoRA adapter that it does not merge.
             WeightSyncError: :class:`weightsync.Trainer` raised it.
         """
         warn_if_untested("skyrl")
+        if hasattr(getattr(source, "model", None), "peft_config") or hasattr(source, "set_lora_name"):
+            raise ConfigurationError(
+                "SkyRL gives LoRA adapters to its servers by itself, as files or by its own staging, so weightsync cannot publish "
+                "them: set trainer.policy.model.lora.rank=0, or merge_lora=true in Megatron's lora_config"
+            )
         # SkyRL pauses with keep before it syncs, and submits no request again.
         own = WeightsyncTrainerInitInfo(rank=init_info.rank, timeout=ClientSettings.load().timeouts.publish, pause_mode="keep")
         return super().trainer_init(own, client=client, source=source, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -123,6 +124,18 @@ def test_a_model_is_published_by_its_shards_unless_skyrl_changes_its_tensors(pre
     for name, held in inner.state_dict().items():
         assert torch.equal(held, trained.state_dict()[name].to(torch.bfloat16)), name
     assert len(walks) == (1 if prefix or more else 0)
+
+
+@pytest.mark.parametrize("way", ["FSDP", "Megatron in memory"])
+def test_an_adapter_that_goes_past_weightsync_is_refused(way: str) -> None:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+    from weightsync.integrations.skyrl import SkyRLTrainerEngine
+
+    model = SimpleNamespace(peft_config={})  # of SkyRL's FsdpWeightSource; its MegatronLoraAdapterSource is given names
+    source: Any = SimpleNamespace(model=model) if way == "FSDP" else SimpleNamespace(set_lora_name=str)
+    with pytest.raises(ConfigurationError, match=r"LoRA adapters to its servers by itself.*lora\.rank=0, or merge_lora=true"):
+        SkyRLTrainerEngine.trainer_init(TrainerInitInfo(rank=0), client=None, source=source)
 
 
 def test_after_skyrl_has_registered_its_own_it_is_too_late(registry: dict[str, Any]) -> None:

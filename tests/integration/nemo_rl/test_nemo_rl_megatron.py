@@ -11,7 +11,7 @@ import pytest
 from tests.integration.megatron.test_megatron import NEEDED
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.rare,
     pytest.mark.timeout(240),
     pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: make"),
 ]

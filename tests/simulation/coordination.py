@@ -247,7 +247,7 @@ class CoordinatorProcess(Process):
         if world.jumped != jumped or self._limit < _ROOMY or (seeding and (name is None or world.excuses(started))):
             return
         late = name is not None and self._turns.get(name, _ROOMY) < _ROOMY and ": DeadlineExceeded: " in error
-        waited = late or error.startswith("wait: DeadlineExceeded")
+        waited = late or error.startswith("wait: DeadlineExceeded") or "DeadlineExceeded: its turn came" in error
         anybody = waited or (seeding and world.serving)  # perhaps there is no trainer to read from instead
         if name is not None and name not in world.shape and world.people:
             return  # a thief's

@@ -229,7 +229,8 @@ async def _availability(context: RoundContext, report: Report) -> AsyncIterator[
     """Wait until fewer than ``max_unavailable`` replicas are out of service, then drain. Who serves nothing does not wait.
 
     A replica counts until routers know it again: otherwise, with two of them, there would be a moment without any.
-    If one has waited and less time is left than its last update took, it serves on. After that it is not held back again.
+    If one has waited and less time is left than its last update took, it serves on. After that it is not held back again. An
+    update that took more than half of a round's time was none to expect again: something had failed.
     """
     if report.replica.state != "loaded":
         yield
@@ -237,7 +238,8 @@ async def _availability(context: RoundContext, report: Report) -> AsyncIterator[
     with report.phase("wait") if context.serving.locked() else nullcontext():
         await bounded("waiting for its turn", context.deadline, context.serving.acquire())
     try:
-        needed, left = context.settings.drain + (report.replica.paused_seconds or 0.0), context.deadline.left
+        usual = min(report.replica.paused_seconds or 0.0, context.deadline.seconds / 2)
+        needed, left = context.settings.drain + usual, context.deadline.left
         if "wait" in report.phases and left < needed:
             raise DeadlineExceeded(f"its turn came {left:.3g} s before the deadline, and it expects to take {needed:.3g} s")
         async with drained(context, report):

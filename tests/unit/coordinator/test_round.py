@@ -322,6 +322,20 @@ async def test_a_replica_that_waits_for_its_turn_until_the_deadline_goes_on_serv
 
 
 @virtual
+async def test_an_update_that_once_took_a_whole_round_holds_no_replica_back() -> None:
+    """One that had hung until its round's end was refused the next time, because its turn came after five seconds."""
+    world = fleet(RoundSettings(run="run", grace=GRACE, max_unavailable=1))
+    assert (await world.publish(1)).ok
+    for name in ("sick", "well", "fine"):
+        world.delays[f"{name}/0", "move"] = 5.0
+        world.coordinator._members.replicas[name].paused_seconds = 60.0
+    result = await world.publish(2, timeout=60.0)
+    assert {replica.name: replica.error for replica in result.replicas if replica.version != 2} == {}
+    world.check()
+    await world.coordinator.aclose()
+
+
+@virtual
 async def test_a_replica_whose_turn_comes_too_late_for_its_update_goes_on_serving() -> None:
     """A rank that cannot pause says so just before the deadline (schedule 4100598). Whoever is next serves, and is not held back
     a second time by an update that once took long."""

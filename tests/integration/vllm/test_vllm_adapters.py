@@ -30,6 +30,15 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert update["strict"] == 404 and update["again"] == [None]
 
 
+def test_every_data_parallel_engine_of_a_server_is_a_rank_and_serves_each_version(tmp_path: Path) -> None:
+    seen = run_program("vllm/vllm_parallel_adapters.py", tmp_path, ranks=2)
+    assert seen["publish1"] == seen["publish2"] == [[None, "installed"]]
+    assert seen["engines"] == ["0", "1"], "both engines answered requests"
+    assert seen["differ"] and seen["answers"] == [True, True] and seen["newest"]
+    assert (seen["retired"], seen["gone"]) == (["alice/math@1"], 404)
+    assert seen["base"] == [[None, "received"]] and seen["updated"], "the base is updated in both, and keeps the adapter"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_are_read_back_from_the_slots_of_every_rank(ranks: int, tmp_path: Path) -> None:
     seen = run_program("vllm/vllm_adapter_slots.py", tmp_path, ranks, ranks=ranks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.vllm import attach, attach_async
+from weightsync.engines.vllm.attaching import _engines
 from weightsync.errors import ConfigurationError
 
 
@@ -80,3 +82,12 @@ def test_the_delivery_is_the_callers_or_the_environments_or_auto(monkeypatch: py
         AttachOptions().chosen_delivery()
     with pytest.raises(ConfigurationError, match=r"delivery is 'mailed'"):
         AttachOptions(delivery="mailed").chosen_delivery()  # type: ignore[arg-type]
+
+
+def test_all_engines_that_a_server_controls_are_ranks_of_its_replica() -> None:
+    def of(**parallel: object) -> int:
+        return _engines(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**parallel))))
+
+    assert of(data_parallel_size=2, data_parallel_external_lb=False, data_parallel_hybrid_lb=False) == of(data_parallel_size=2) == 2
+    assert of(data_parallel_size=2, data_parallel_external_lb=True) == of(data_parallel_size=2, data_parallel_hybrid_lb=True) == 1
+    assert _engines(object()) == 1

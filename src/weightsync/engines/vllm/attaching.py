@@ -266,6 +266,13 @@ def attach(
         return Attached(gate, owned.pop_all())
 
 
+def _engines(engine: Any) -> int:  # noqa: ANN401 - vLLM's AsyncLLM
+    """Return the number of data-parallel engines that ``engine`` controls. With other load balancers it controls some of them."""
+    parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
+    shared = any(getattr(parallel, f"data_parallel_{kind}_lb", False) for kind in ("external", "hybrid"))
+    return 1 if shared else int(getattr(parallel, "data_parallel_size", 1))
+
+
 async def attach_async(
     engine: AsyncEngine,
     replica: str | None = None,
@@ -296,6 +303,7 @@ async def attach_async(
 
     try:
         info = _init_info(server.address, replica, coordinator, _with_own_token(coordinator, options))
+        info["engines"] = _engines(engine)
         await engine.collective_rpc(_INIT, timeout=_JOIN_SECONDS, kwargs={"init_info": info})
     except BaseException:
         await asyncio.to_thread(server.close)

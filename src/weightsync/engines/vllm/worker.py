@@ -42,6 +42,8 @@ class InitInfo(AttachOptions, WeightTransferInitInfo):  # type: ignore[misc]
     """Address of the engine's owner for rank 0: the URL of a vLLM server, or an address that ``attach`` made."""
     draft_prefix: str | None = None
     """Prefix of the draft model's tensor names; by default ``WEIGHTSYNC_DRAFT_PREFIX``. Without it a draft model is not updated."""
+    engines: int = 1
+    """Data-parallel engines behind one server. vLLM hides their number from the workers of a dense model."""
     leave: bool = False
     """Only leave the coordinator. All other fields are ignored."""
 
@@ -137,7 +139,12 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
             if self.model_config.enable_sleep_mode:
                 raise ConfigurationError("--enable-eplb with --enable-sleep-mode: vLLM's map of experts does not outlast a sleep")
             delivery = "direct"
-        ranks = parallel.world_size_across_dp
+        ranks = max(parallel.world_size_across_dp, parallel.world_size * init_info.engines)
+        if rank >= ranks:
+            raise ConfigurationError(
+                "this vLLM has several data-parallel engines of a dense model: set WEIGHTSYNC_COORDINATOR in its environment, so "
+                "that they join as one replica; behind an external or hybrid load balancer they cannot join"
+            )
         trial = partial(direct_shards, self.vllm_config, self.model, self.device, checkpoint, ranks, experts)
         try:
             direct, streams_because = chosen_shards(delivery, trial, "this vLLM worker", "vLLM")

@@ -483,8 +483,7 @@ class Coordinator:
     def _seed_wanted(self, names: Iterable[str] = ()) -> None:
         """Start background seeding if a replica needs it and a version can be read. ``names`` need it from now on, too.
 
-        Each request gets one attempt; one that a publication cancelled, or failed on the store or without a trainer, is repeated. A
-        reader that fails without a trainer leaves half of the keyed digests to others.
+        Each request gets one attempt; one that a publication cancelled, or failed on the store or without a trainer, is repeated.
         """
         self._wanted.update(names)
         if self._wanted and self._seedable() is not None and not self._closed and self._seeder is None:

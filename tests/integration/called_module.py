@@ -54,7 +54,7 @@ def worker_of(model: Model, path: str) -> dict[str, Any]:
         rank=0, world_size=1, world_size_across_dp=1, data_parallel_index=0, data_parallel_size=1, enable_eplb=False,
         distributed_executor_backend="mp",
     )  # fmt: skip
-    config = SimpleNamespace(model=path, revision=None, hf_config=model.inner.config, quantization=None)
+    config = SimpleNamespace(model=path, revision=None, hf_config=model.inner.config, quantization=None, dtype=torch.bfloat16)
     cache = SimpleNamespace(cache_dtype="auto")
     return {
         "device": torch.device("cpu"), "parallel_config": parallel, "model_config": config, "get_model": lambda: model,

@@ -177,6 +177,7 @@ def test_vllms_workers_read_the_shards_and_nothing_is_gathered(both: Both, caplo
         ("worker", {"model_config.quantization": "fp8"}, "vLLM's weights are quantized (fp8)"),
         ("worker", {"vllm_config.speculative_config": object()}, "draft weights"),
         ("worker", {"parallel_config.data_parallel_size": 2}, "data parallelism"),
+        ("worker", {"model_config.dtype": torch.float16}, "does not hold all numbers of vLLM's (torch.float16)"),
         ("worker", {"weightsync_ready": None}, "another worker of this vLLM"),
     ],
 )

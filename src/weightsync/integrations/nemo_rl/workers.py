@@ -21,7 +21,7 @@ from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import ShardSource
 from weightsync.integrations.updates import calling
 from weightsync.model import Manifest
-from weightsync.tensors.shards import ShardedState
+from weightsync.tensors.shards import ShardedState, torch_dtype
 
 _VLLMS = "update_weights_from_checkpoint_engine"  # a method of NeMo-RL's extension of vLLM's workers
 _POLICYS = "send_weights_via_checkpoint_engine"  # and one of its policy workers
@@ -39,9 +39,8 @@ def policy_shards(worker: Any, options: Options) -> tuple[ShardSource, Manifest]
     Raises:
         WeightSyncError: Its parameters are not what vLLM takes. The message says why.
     """
+    model, bridge = worker.model, getattr(worker, "megatron_bridge", None)
     _refuse_first(_why_not_published(worker))
-    model = worker.model
-    bridge = getattr(worker, "megatron_bridge", None)
     config = model.config if bridge is None else getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
     state: torch.nn.Module | ShardedState = model if bridge is None else hf_state(model, config=config, bridge=bridge)
     checkpoint = checkpoint_of(worker.cfg["model_name"], None, config)
@@ -52,7 +51,8 @@ def _why_not_published(worker: Any) -> Mapping[str, object]:  # noqa: ANN401 - N
     """Return reasons, and whether each applies."""
     vllm = (worker.cfg.get("generation") or {}).get("vllm_cfg") or {}
     megatron = hasattr(worker, "megatron_bridge")
-    adapted = getattr(worker, "lora_enabled", False) or worker.cfg.get("megatron_cfg", {}).get("peft", {}).get("enabled", False)
+    peft = (worker.cfg.get("megatron_cfg") or {}).get("peft") or {}
+    adapted = getattr(worker, "lora_enabled", False) or peft.get("enabled", False)
     return {
         "KV scales travel with the weights (policy.generation.vllm_cfg.kv_cache_dtype)": _is_fp8(vllm.get("kv_cache_dtype")),
         "vLLM's weights are FP8 (policy.generation.vllm_cfg.precision)": _is_fp8(vllm.get("precision")),
@@ -83,7 +83,11 @@ def about_engine(worker: Any) -> dict[str, object]:  # noqa: ANN401 - vLLM's, wi
     )
     if not worker.weightsync_ready(release=__version__):
         raise ConfigurationError("another worker of this vLLM cannot read shards")
-    return {"replica": True, "checkpoint": checkpoint_of(model.model, model.revision, model.hf_config).manifest.fingerprint}
+    checkpoint = checkpoint_of(model.model, model.revision, model.hf_config).manifest
+    floats = {dtype for spec in checkpoint if (dtype := torch_dtype(spec.dtype)).is_floating_point}
+    rounds = any(torch.promote_types(dtype, model.dtype) != dtype for dtype in floats)
+    _refuse_first({f"the checkpoint's dtype does not hold all numbers of vLLM's ({model.dtype})": rounds})
+    return {"replica": True, "checkpoint": checkpoint.fingerprint}
 
 
 def _is_fp8(dtype: object) -> bool:

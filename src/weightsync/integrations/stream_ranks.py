@@ -40,6 +40,7 @@ from weightsync.protocol.notices import tell
 from weightsync.protocol.tokens import is_loopback
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import DTypes, ShardedState, shards_of, torch_dtype
+from weightsync.trainer.requests import end_call
 from weightsync.trainer.stream import Stream
 from weightsync.trainer.trainer import Trainer
 from weightsync.transports.hostinfo import this_host
@@ -253,10 +254,12 @@ class StreamSender:
         )  # fmt: skip
         self._role, self._source = role, source
 
-    def leave(self) -> None:
-        """Leave the coordinator and free windows or shards. Safe twice."""
+    def leave(self, call: int = 0) -> None:
+        """Leave the coordinator and free windows or shards. Ends the engines' ``call`` if no update is in it. Safe twice."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
+            if call:
+                end_call(trainer._link, call, "nothing more is published to it")
             trainer.close()
 
     async def send(

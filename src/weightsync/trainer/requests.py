@@ -52,7 +52,7 @@ class FrameworkCall:
             with self._lock:
                 self._over = True
                 if self.refused or failed:
-                    self._tell(f"the publication is over{failed}", refuse=False)
+                    end_call(self.link, self.number, f"the publication is over{failed}")
 
     def failed(self, reason: str, timeout: float) -> None:
         """End the publication: the call has failed. ``timeout`` bounds the wait for its beginning."""
@@ -60,12 +60,14 @@ class FrameworkCall:
         with self._lock:
             if not self._over and self.link is not None:
                 self.refused = True
-                self._tell(reason, refuse=True)
+                end_call(self.link, self.number, reason, refuse=True)
 
-    def _tell(self, reason: str, *, refuse: bool) -> None:
-        if self.link is not None:
-            with suppress(WeightSyncError):
-                self.link.call(EndCall(self.number, readable(reason, _MESSAGE_CHARS), refuse), _TELLING_SECONDS)
+
+def end_call(link: CoordinatorConnection | None, number: int, reason: str, *, refuse: bool = False) -> None:
+    """End the framework's call of this number, over a trainer's ``link``, if there is one: see :class:`EndCall`."""
+    if link is not None:
+        with suppress(WeightSyncError):
+            link.call(EndCall(number, readable(reason, _MESSAGE_CHARS), refuse), _TELLING_SECONDS)
 
 
 _call: ContextVar[FrameworkCall | None] = ContextVar("framework_call", default=None)

@@ -6,6 +6,7 @@ import __future__
 import ast
 import inspect
 import os
+import pickle
 import re
 import secrets
 import subprocess
@@ -279,6 +280,7 @@ def test_on_shared_gpus_shards_travel_within_nemo_rls_own_order_of_calls(folder:
         with pytest.raises(RayTaskError, match="the parameters cannot be loaded"):
             made.sync(2)
         assert made.order == BRACKET * 3, "NeMo-RL's own order also after an error"
+        ray.get([worker.holds.remote() for worker in made.workers], timeout=SECONDS / 2)  # vLLM's call was ended
         made.set_faults(["", ""], ["", ""])
         made.sync(3)
         assert made.holds()
@@ -303,18 +305,41 @@ def test_nemo_rl_makes_the_synchronizer_once_it_is_enabled(monkeypatch: pytest.M
     grpo: Any = types.ModuleType("nemo_rl.algorithms.grpo")
     grpo.refit_policy_generation = refit_of_nemo_rl()
     monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
+    ppo: Any = types.ModuleType("nemo_rl.algorithms.ppo")
+    ppo.refit_policy_generation = grpo.refit_policy_generation
+    monkeypatch.setitem(sys.modules, ppo.__name__, ppo)
     monkeypatch.setattr(ipc_weight_synchronizer, "IPCWeightSynchronizer", ipc_weight_synchronizer.IPCWeightSynchronizer)
-    monkeypatch.setattr(colocated.ColocatedSynchronizer, "options", {})
+    monkeypatch.setattr(colocated.ColocatedSynchronizer, "chosen", {})
     with pytest.raises(ConfigurationError, match="timeou"):
         enable(timeou=3.0)
     enable(timeout=3.0)
     wrapped = grpo.refit_policy_generation
     enable(timeout=4.0)
-    assert grpo.refit_policy_generation is wrapped
+    assert grpo.refit_policy_generation is ppo.refit_policy_generation is wrapped
     generation = types.SimpleNamespace(cfg={"backend": "vllm"}, weight_synchronizer=None)
     made = create_weight_synchronizer(types.SimpleNamespace(), generation, "vllm", colocated=True, refit_buffer_size_gb=2)
     assert isinstance(made, colocated.ColocatedSynchronizer)
-    assert (dict(made.options), made._compute_buffer_size()) == ({"timeout": 4.0}, 2 << 30)
+    generation.weight_synchronizer = made
+    enable()
+    kept = pickle.loads(pickle.dumps(made))  # by NeMo-RL, for the actor that is its single controller
+    assert (kept.options, kept._compute_buffer_size()) == ({"timeout": 4.0}, 2 << 30)
+    assert kept._policy.stream_weights_via_ipc_zmq == kept._send
+    assert kept._generation.cfg["backend"] == "vllm"
+
+
+def test_a_script_is_started_as_python_does(tmp_path: Path) -> None:
+    """With its folder on the path, and its arguments. NeMo-RL's algorithms import more than there is here."""
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "script.py").write_text("import sys, beside\nprint(__name__, sys.argv[1:])")
+    start = "import runpy, weightsync.integrations.nemo_rl as door; door.enable = lambda: None; "
+    start += "runpy.run_module('weightsync.integrations.nemo_rl', run_name='__main__', alter_sys=True)"
+
+    def run(*arguments: str) -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=120)
+        return done.stdout.strip(), done.stderr.strip()
+
+    assert run(str(tmp_path / "script.py"), "--config", "x") == ("__main__ ['--config', 'x']", "")
+    assert run()[1].startswith("usage: python -m weightsync.integrations.nemo_rl SCRIPT")
 
 
 @pytest.fixture(scope="module")

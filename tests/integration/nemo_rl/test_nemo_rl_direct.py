@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from weightsync.engines.vllm import in_call
-from weightsync.errors import RoundFailed
+from weightsync.errors import Aborted, RoundFailed
 from weightsync.integrations import stream_ranks
-from weightsync.integrations.nemo_rl.engine import _replica_of
+from weightsync.integrations.nemo_rl.engine import RefitEngine, _replica_of
 
 SECONDS = 12.0
 
@@ -249,6 +249,24 @@ def test_an_update_that_fails_in_a_worker_fails_on_both_sides_and_the_next_one_w
                 receiving.result(SECONDS * 2)
         assert call.require_call == entered
         both.update(9)
+    finally:
+        both.end()
+
+
+def test_a_policy_that_leaves_without_an_update_ends_vllms_call_at_once(both: Both) -> None:
+    both.begin()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            own, other = cast(RefitEngine, both.policy.checkpoint_engine), cast(RefitEngine, both.worker.checkpoint_engine)
+            reading = thread.submit(other.read_shards, call=7)
+            own.finalize(call=7)
+            with pytest.raises(Aborted, match=r"nothing more is published to it\. The engine keeps its weights"):
+                reading.result(SECONDS / 2)
+    finally:
+        both.end()
+    both.begin()
+    try:
+        both.update(10)
     finally:
         both.end()
 

@@ -11,8 +11,6 @@ __all__ = ["Engine", "enable"]
 def enable(**options: object) -> None:
     """Let NeMo-RL's workers on shared GPUs transfer shards, in the program that runs the training. Idempotent.
 
-    Call it before modules of ``nemo_rl.algorithms`` are imported: they import the function that is wrapped.
-
     Args:
         options: As under ``refit_cfg``.
 

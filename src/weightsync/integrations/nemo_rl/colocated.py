@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -30,19 +32,21 @@ class _Replacing:
         self.__dict__.update(methods)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - NeMo-RL's
+        if name.startswith("__"):  # asked for by pickle before there is an owner: NeMo-RL's single controller is an actor
+            raise AttributeError(name)
         return getattr(self._owner, name)
 
 
 class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
     """NeMo-RL's, whose workers transfer shards where all of them can take part in that. Otherwise it does what NeMo-RL does."""
 
-    options: ClassVar[Mapping[str, object]] = {}
-    """The user's, as under ``refit_cfg``."""
+    chosen: ClassVar[Mapping[str, object]] = {}
+    """The user's options, as under ``refit_cfg``, for the next one that is made."""
 
     def __init__(self, policy: Any, generation: Any, refit_buffer_size_gb: float | None = None) -> None:  # noqa: ANN401 - NeMo-RL's
-        self._owned, self._engines = policy, generation
+        self._owned, self._engines, self.options = policy, generation, dict(self.chosen)
         self._calls = CheckpointEngineWeightSynchronizer(policy, generation, {})
-        self._joined, self._direct = False, True
+        self._joined, self._direct, self._call = False, True, 0
         super().__init__(
             _Replacing(policy, stream_weights_via_ipc_zmq=self._send, offload_after_refit=self._offload),
             _Replacing(generation, update_weights_via_ipc_zmq=self._receive),
@@ -50,16 +54,14 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         )
 
     def _vllms(self, method: str, **arguments: object) -> Any:  # noqa: ANN401 - what Ray gives of calls
-        return self._calls._run_generation(in_worker, (method, dict(self.options), arguments))
+        return self._calls._run_generation(in_worker, (method, self.options, arguments))
 
     def _join(self) -> str:
         """Let all workers join, or return why they cannot."""
         try:
             ray.get([actor.__ray_call__.remote(plugin_release) for actor in self._engines.worker_group.workers])
-            options = dict(self.options)
-            ray.get(
-                self._calls._run_policy("init_checkpoint_engine", backend=NAME, bucket_size_bytes=1 << 20, engine_kwargs=options)
-            )
+            made = {"backend": NAME, "bucket_size_bytes": 1 << 20, "engine_kwargs": self.options}
+            ray.get(self._calls._run_policy("init_checkpoint_engine", **made))
             policies = sorted(ray.get(self._calls._run_policy("prepare_checkpoint_engine")), key=lambda about: int(about["rank"]))
             groups = ray.get(self._vllms("prepare"))
         except Exception as error:  # noqa: BLE001 - Ray's, of any worker
@@ -68,6 +70,7 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         if reason := why_streamed(policies, vllms):
             return reason
         every = {"train_world_size": len(policies), "rollout_world_size": len(vllms), "metadata": [*policies, *vllms]}
+        self._joined = True  # or some of them, if this fails
         ray.get(
             self._calls._run_policy("init_checkpoint_engine_process_group", **every)
             + self._vllms("init_rollout_process_group", rollout_rank=0, **every)
@@ -78,22 +81,26 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         """Take the place of NeMo-RL's call of policy workers. vLLM's weights are awake by then."""
         if self._direct and not self._joined:
             reason = self._join()
-            self._joined, self._direct = not reason, not reason
+            self._direct = not reason
             if reason:
                 say_why("NeMo-RL gathers the weights and hands them to vLLM itself", reason)
         if self._direct:
+            self._call = secrets.randbits(48) + 1
             return self._calls._run_policy("send_weights_via_checkpoint_engine")
         return self._owned.stream_weights_via_ipc_zmq(**arguments)
 
     def _receive(self) -> Any:  # noqa: ANN401 - NeMo-RL's
         """Take the place of the call of vLLM's workers, which follows that."""
-        return self._vllms("read_shards") if self._direct else self._engines.update_weights_via_ipc_zmq()
+        return self._vllms("read_shards", call=self._call) if self._direct else self._engines.update_weights_via_ipc_zmq()
 
     def _offload(self) -> None:
-        """Free what policy workers published before they offload their model, and before vLLM wakes its cache."""
+        """Free what policy workers published before they offload their model, and before vLLM wakes its cache.
+
+        If they failed before they published, this ends vLLM's call, for which waking its cache waits.
+        """
         if self._joined:
             self._joined = False
-            ray.get(self._calls._run_policy("finalize_checkpoint_engine"))
+            ray.get(self._calls._run_policy("finalize", call=self._call))
         self._owned.offload_after_refit()
 
 
@@ -106,8 +113,8 @@ def with_synchronizer(refit: Any) -> Any:  # noqa: ANN401 - NeMo-RL's function
         generation = given["policy_generation"]
         lacks = getattr(generation, "weight_synchronizer", None) is None
         if given["colocated_inference"] and lacks and generation.cfg["backend"] == "vllm":
-            size = given.get("_refit_buffer_size_gb")
-            generation.weight_synchronizer = ColocatedSynchronizer(given["policy"], generation, size)
+            made = ColocatedSynchronizer(given["policy"], generation, given.get("_refit_buffer_size_gb"))
+            generation.weight_synchronizer = made
         return refit(*args, **kwargs)
 
     return synchronized
@@ -118,7 +125,11 @@ def enable_colocated(options: Mapping[str, object]) -> None:
     from nemo_rl.algorithms import grpo
 
     Options.of(options, "weightsync.integrations.nemo_rl.enable")
-    ColocatedSynchronizer.options = options
+    ColocatedSynchronizer.chosen = options
     synchronizers.IPCWeightSynchronizer = ColocatedSynchronizer
-    if not hasattr(grpo.refit_policy_generation, "__wrapped__"):
-        grpo.refit_policy_generation = with_synchronizer(grpo.refit_policy_generation)
+    refit = grpo.refit_policy_generation
+    if not hasattr(refit, "__wrapped__"):
+        wrapped, name = with_synchronizer(refit), refit.__name__
+        for module in list(sys.modules.values()):  # others import the function by its name
+            if getattr(module, "__dict__", {}).get(name) is refit:
+                setattr(module, name, wrapped)

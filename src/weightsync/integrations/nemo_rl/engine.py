@@ -181,9 +181,12 @@ class RefitEngine:
             raise ConfigurationError(f"NeMo-RL passed metadata without {self._about['name']}, which this rank returned")
         return mine[0]
 
-    def finalize(self) -> None:
-        """Leave the coordinator, and free windows and buckets. A coordinator that runs here goes on, with its version numbers."""
-        self._sender.leave()
+    def finalize(self, call: int = 0) -> None:
+        """Leave the coordinator, and free windows and buckets. A coordinator that runs here goes on, with its version numbers.
+
+        The first policy rank ends vLLM's ``call`` if no update is in it.
+        """
+        self._sender.leave(call if self._leads else 0)
         self._leave()
 
     def _leave(self) -> None:
@@ -223,9 +226,9 @@ class RefitEngine:
                 if own:
                     yield own
 
-    def read_shards(self) -> bool:
+    def read_shards(self, call: int = 0) -> bool:
         """Let vLLM's worker read its part of one update. Raises what ``weightsync_update`` raises."""
-        self._worker.weightsync_update(timeout=self._meeting.seconds + GRACE)
+        self._worker.weightsync_update(timeout=self._meeting.seconds + GRACE, call=call)
         return True
 
     def _cut(self, batch: Batch) -> Batch:

@@ -66,7 +66,7 @@ def checkpoint(directory: Path) -> None:
 
 
 @contextmanager
-def started(directory: Path, *more_flags: str) -> Iterator[Served]:
+def started(directory: Path, *more_flags: str, engines: int = 1) -> Iterator[Served]:
     """The server is started before its coordinator, which it finds by itself when that is there."""
     from tests.integration.vllm.vllm_rounds import joined, serving
 
@@ -76,6 +76,7 @@ def started(directory: Path, *more_flags: str) -> Iterator[Served]:
     checkpoint(directory)
     port, token = free_port(), "t" * 43
     more = ON_A_CPU | {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(engines))),
         "WEIGHTSYNC_COORDINATOR": f"http://127.0.0.1:{port}", "WEIGHTSYNC_TOKEN": token, "WEIGHTSYNC_REPLICA": "vllm-0",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1] / "vllm"), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
@@ -85,7 +86,7 @@ def started(directory: Path, *more_flags: str) -> Iterator[Served]:
         serving(str(directory), 1, more, flags) as server,
         BackgroundServer(ServerSettings.load({}, port=port, token=Secret(token))) as coordinator,
     ):
-        joined(coordinator, 1)
+        joined(coordinator, engines)
         yield Served(directory, str(server.http.base_url).rstrip("/"), server.process, coordinator)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +30,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield made
 
 
-def check_adapter(seen: dict[str, Any], name: str) -> None:
+def check_adapter(seen: dict[str, Any], name: str, engines: int = 1) -> None:
     updates = seen["updates"]
     assert [update["label"] for update in updates] == [f"{name}@{number}" for number in range(4)]
     for update in updates:
         assert update["equal"], "the greedy answers are the PEFT model's"
         assert update["answering"] == [update["label"]]
-        assert update["nbytes"] == update["adapter"] > 0
+        assert update["nbytes"] == engines * update["adapter"] > 0
         assert (update["paused"], update["verified"]) == (0, "installed")
         kept = {label for label in update["models"] if label.startswith(f"{name}@")}
         assert len(kept) <= 2 and update["label"] in kept
@@ -72,3 +73,9 @@ def test_an_adapter_of_layers_that_vllm_has_no_lora_for_is_merged(served: Served
     check(seen["updates"], 4)
     assert seen["log"].count("merges the adapter into its base") == 1
     assert "this vLLM has no LoRA layer for it" in seen["log"]
+
+
+def test_a_server_of_two_data_parallel_engines_gets_the_adapter_alone(tmp_path: Path) -> None:
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "16")
+    with started(tmp_path, *flags, "--data-parallel-size", "2", "--api-server-count", "1", engines=2) as served:
+        check_adapter(served.train("adapter", WEIGHTSYNC_ADAPTER="alice/math"), "alice/math", engines=2)

@@ -165,8 +165,9 @@ def _why_merged(model: Any, name: str, live: Collection[str], server: RolloutSer
     others = [label for label, of in versions.items() if of != name and (of in live or not of.startswith(OWNER))]
     slots = _KEPT + 1 + getattr(getattr(trainer, "args", None), "max_staleness", 0) + len(others)
     if lora["max_lora_rank"] >= rank and lora["max_cpu_loras"] >= slots:
-        several = (config.get("parallel_config") or {}).get("data_parallel_size", 1) > 1
-        return "adapters were not tested with --data-parallel-size" if several else ""
+        parallel = config.get("parallel_config") or {}
+        several = parallel.get("_api_process_count", parallel.get("data_parallel_size", 1)) > 1
+        return "the vLLM server has several API servers: start it with --api-server-count 1" if several else ""
     has = f"with --max-lora-rank {lora['max_lora_rank']} --max-cpu-loras {lora['max_cpu_loras']}, and holds {len(others)} of others"
     return (
         f"the vLLM server was started {has if lora['max_lora_rank'] else 'without --enable-lora'}. To send the adapter alone, "

@@ -168,6 +168,8 @@ def test_vllms_workers_read_the_shards_and_nothing_is_gathered(both: Both, caplo
         ("policy", {"cfg.generation.vllm_cfg.kv_cache_dtype": "fp8_e4m3"}, "KV scales travel with the weights"),
         ("policy", {"cfg.generation.vllm_cfg.precision": "fp8"}, "vLLM's weights are FP8"),
         ("policy", {"fp8_cfg": {"fp8_param": True}}, "Megatron's weights are FP8"),
+        ("policy", {"cfg.quant_cfg": "NVFP4_DEFAULT_CFG"}, "quantizes while it sends"),
+        ("policy", {"cfg.generation.quant_cfg": "NVFP4_DEFAULT_CFG"}, "quantizes while it sends"),
         ("policy", {"draft_model": object()}, "draft weights"),
         ("policy", {"lora_enabled": True}, "merges LoRA adapters"),
         ("policy", {"cfg.megatron_cfg": {"peft": {"enabled": True}}}, "merges LoRA adapters"),

@@ -49,7 +49,8 @@ def policy_shards(worker: Any, options: Options) -> tuple[ShardSource, Manifest]
 
 def _why_not_published(worker: Any) -> Mapping[str, object]:  # noqa: ANN401 - NeMo-RL's
     """Return reasons, and whether each applies."""
-    vllm = (worker.cfg.get("generation") or {}).get("vllm_cfg") or {}
+    generation = worker.cfg.get("generation") or {}
+    vllm = generation.get("vllm_cfg") or {}
     megatron = hasattr(worker, "megatron_bridge")
     peft = (worker.cfg.get("megatron_cfg") or {}).get("peft") or {}
     adapted = getattr(worker, "lora_enabled", False) or peft.get("enabled", False)
@@ -58,6 +59,7 @@ def _why_not_published(worker: Any) -> Mapping[str, object]:  # noqa: ANN401 - N
         "vLLM's weights are FP8 (policy.generation.vllm_cfg.precision)": _is_fp8(vllm.get("precision")),
         "Megatron's weights are FP8 (fp8_param)": (getattr(worker, "fp8_cfg", None) or {}).get("fp8_param", False),
         "draft weights travel with the policy's (policy.draft)": getattr(worker, "draft_model", None) is not None,
+        "NeMo-RL quantizes while it sends (quant_cfg)": worker.cfg.get("quant_cfg") or generation.get("quant_cfg"),
         "NeMo-RL merges LoRA adapters while it sends": adapted,
         "NeMo-RL converts each tensor of this model (state_dict_adapter)": getattr(worker.model, "state_dict_adapter", None),
         "the model is sharded by neither FSDP2 nor Megatron": not megatron and not isinstance(worker.model, FSDPModule),

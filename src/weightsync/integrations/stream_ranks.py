@@ -30,6 +30,7 @@ from weightsync.closing import OnFailure
 from weightsync.config import Address, ClientSettings, variable
 from weightsync.deadline import Deadline
 from weightsync.engine.receiver import Receiver
+from weightsync.engines.hf_checkpoint import checkpoint_of
 from weightsync.errors import ConfigurationError, MembershipError, few
 from weightsync.integrations.engine_calls import EngineCalls
 from weightsync.integrations.stream_options import Options, cast, server_settings
@@ -84,6 +85,19 @@ class ShardSource(NamedTuple):
         manifest = shards_of(state, dtype=dtypes, include_buffers=buffers)[0]
         checkpoint.check_same(manifest, "the training engine")
         return cls(state, dtypes, transports), manifest
+
+
+def served_checkpoint(model: str, revision: str | None, config: Any, dtype: torch.dtype | None) -> Manifest:  # noqa: ANN401 - Transformers'
+    """Return the tensors of a checkpoint that a vLLM serves in ``dtype``: shards are published in the dtypes of its files.
+
+    Raises:
+        ConfigurationError: ``dtype`` holds numbers that the files' dtypes do not. Shards would be rounded twice.
+    """
+    checkpoint = checkpoint_of(model, revision, config).manifest
+    floats = {own for spec in checkpoint if (own := torch_dtype(spec.dtype)).is_floating_point}
+    if dtype is not None and any(torch.promote_types(own, dtype) != own for own in floats):
+        raise ConfigurationError(f"the checkpoint's dtype does not hold all numbers of vLLM's ({dtype})")
+    return checkpoint
 
 
 def why_streamed(trainers: Sequence[Mapping[str, Any]], rollouts: Sequence[Mapping[str, Any]]) -> str:

@@ -18,10 +18,10 @@ from weightsync.errors import ConfigurationError
 from weightsync.integrations.engine_calls import plugin_release
 from weightsync.integrations.megatron import hf_state
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import ShardSource
+from weightsync.integrations.stream_ranks import ShardSource, served_checkpoint
 from weightsync.integrations.updates import calling
 from weightsync.model import Manifest
-from weightsync.tensors.shards import ShardedState, torch_dtype
+from weightsync.tensors.shards import ShardedState
 
 _VLLMS = "update_weights_from_checkpoint_engine"  # a method of NeMo-RL's extension of vLLM's workers
 _POLICYS = "send_weights_via_checkpoint_engine"  # and one of its policy workers
@@ -85,10 +85,7 @@ def about_engine(worker: Any) -> dict[str, object]:  # noqa: ANN401 - vLLM's, wi
     )
     if not worker.weightsync_ready(release=__version__):
         raise ConfigurationError("another worker of this vLLM cannot read shards")
-    checkpoint = checkpoint_of(model.model, model.revision, model.hf_config).manifest
-    floats = {dtype for spec in checkpoint if (dtype := torch_dtype(spec.dtype)).is_floating_point}
-    rounds = any(torch.promote_types(dtype, model.dtype) != dtype for dtype in floats)
-    _refuse_first({f"the checkpoint's dtype does not hold all numbers of vLLM's ({model.dtype})": rounds})
+    checkpoint = served_checkpoint(model.model, model.revision, model.hf_config, model.dtype)
     return {"replica": True, "checkpoint": checkpoint.fingerprint}
 
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import torch
 
 from weightsync import __version__
 from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, variable
-from weightsync.engines.hf_checkpoint import checkpoint_of
 from weightsync.errors import ConfigurationError
 from weightsync.integrations.engine_calls import EngineCalls, plugin_release
 from weightsync.integrations.stream_options import Options
-from weightsync.integrations.stream_ranks import Meeting, token_file
+from weightsync.integrations.stream_ranks import Meeting, served_checkpoint, token_file
 from weightsync.integrations.updates import GRACE
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class ServedReplica:
                     raise ConfigurationError(f"its vLLM has weightsync {release}, and verl {__version__}")
                 self.calls.ready(release=__version__)
                 model = self._model
-                self._checkpoint = checkpoint_of(model.local_path, None, model.hf_config).manifest.fingerprint
+                dtype = getattr(torch, str(getattr(self._config, "dtype", "auto")), None)
+                self._checkpoint = served_checkpoint(model.local_path, None, model.hf_config, dtype).fingerprint
                 self._is_ready = True
         except Exception as error:  # noqa: BLE001 - Ray's, vLLM's and ours; all ranks then stream
             return {"streams": f"replica {self._adapter.replica_rank}: {_short(error)}"}

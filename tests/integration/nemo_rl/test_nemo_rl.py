@@ -295,7 +295,11 @@ def test_the_page_names_the_class_and_its_options() -> None:
 def test_the_engine_has_every_argument_of_the_protocol() -> None:
     for name, method in inspect.getmembers(RefitProtocol, inspect.isfunction):
         if not name.startswith("_"):
-            assert list(inspect.signature(method).parameters) == list(inspect.signature(getattr(Engine, name)).parameters), name
+            wanted, own = inspect.signature(method).parameters, inspect.signature(getattr(Engine, name)).parameters
+            assert list(own)[: len(wanted)] == list(wanted), name
+            assert all(more.default is not more.empty for more in list(own.values())[len(wanted) :]), (
+                f"{name}: NeMo-RL gives no more"
+            )
 
 
 def test_an_unknown_release_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,10 @@ import torch
 from benchmarks import gpu_lmdeploy
 
 CHILD = (
-    "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    "import subprocess, sys, time\n"
+    "code = 'import time; print(1, flush=True); time.sleep(60)'\n"
+    "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True, stdout=subprocess.PIPE)\n"
+    "child.stdout.readline()"  # it runs by then: before, it has no environment that can be read
 )
 
 

@@ -241,7 +241,7 @@ test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name"
 	with_vllm() { \
 		set -m; \
 		{ nice -n 5 $(MAKE) $(VLLM_VENV)/.installed >"$$log" 2>&1 && echo "the tests against a real vLLM:" >"$$tested" && \
-			nice -n 5 $(VLLM_VENV)/bin/$(PYTEST_VLLM) -n $(if $(ARGS),$(WORKERS),$(VLLM_WORKERS)) >>"$$tested" 2>&1; } & vllm=$$!; \
+			$(VLLM_VENV)/bin/$(PYTEST_VLLM) -n $(if $(ARGS),$(WORKERS),$(VLLM_WORKERS)) >>"$$tested" 2>&1; } & vllm=$$!; \
 		set +m; \
 	}; \
 	$(if $(ARGS),,with_vllm;) \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ def run_program(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
         out, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line)[-4000:]
+    errors = "\n".join(line for line in out.splitlines() if re.search("Error|Exceeded|Failed|Lost|Aborted", line))[-4000:]
+    assert process.returncode == 0, f"ended with {process.returncode}: {errors or out[-4000:]}"
     _, there, rest = out.rpartition("RESULT {")  # perhaps behind a line that another process of vLLM left unfinished
     assert there, out[-4000:]
     result: dict[str, Any] = json.loads("{" + rest.splitlines()[0])

@@ -225,7 +225,7 @@ HERE := not vllm and not verl and not nemo_rl and not areal and not openrlhf and
 PYTEST_HERE = $(BIN)/python $(PYTEST) -n $(WORKERS) -m "not rare and $(HERE)" $(COVERAGE) $(ARGS)
 PYTEST_VLLM = python $(PYTEST) --timeout 240 -m "vllm and not rare" $(ARGS)
 
-# vLLM is installed and tested meanwhile, in a separate process group, which ends with this shell, however that ends; the output of
+# vLLM is installed and tested beside the others, in a separate process group, which ends with this shell, however that ends; the output of
 # its tests comes last. If ARGS narrow the tests, that happens after the others, and only for a test that needs it; status 5 is
 # pytest's for no test at all. Types and dependencies are checked while the tests run, which leave a part of two cores idle.
 test: ## every check and every test, and vLLM's on its CPU build; ARGS="-k name" narrows the tests, COVERAGE=--cov counts lines

@@ -157,11 +157,13 @@ class RolloutCallback(Closeable):
         if self._closed:
             return
         self._closed = True
-        self._wait(self._end(), 30.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        try:
+            self._wait(self._end(), 30.0)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(30.0)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     async def _end(self) -> None:
         pending = asyncio.all_tasks() - {asyncio.current_task()}

@@ -499,7 +499,7 @@ class Coordinator:
                 try:
                     result = await self._seed(names, RoundDeadline(self.settings.timeout), late=True)
                     failed = (each for each in result.replicas if each.error)
-                    alone = not self._members.trainers and self._keyed.allow_repetition
+                    alone = not self._members.trainers and self._keyed.allows_repetition
                     self._again.add(each.name for each in failed if each.source == STORE or alone)
                 except Aborted:
                     self._wanted.update(names)  # a publication that updates them takes them out again; one that fails does not

@@ -55,7 +55,7 @@ class KeyedDigester:
         return bool(self._members.trainers) or (self._version == version and bool(self._kept))
 
     @property
-    def allow_repetition(self) -> bool:
+    def allows_repetition(self) -> bool:
         """Whether a reader that failed may take another of those that are kept: at least half of them are for others."""
         return len(self._kept) > KEPT // 2
 

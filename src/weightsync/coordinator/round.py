@@ -230,7 +230,7 @@ async def _availability(context: RoundContext, report: Report) -> AsyncIterator[
 
     A replica counts until routers know it again: otherwise, with two of them, there would be a moment without any.
     If one has waited and less time is left than its last update took, it serves on. After that it is not held back again. An
-    update that took more than half of a round's time was none to expect again: something had failed.
+    update that took more than half of a round's time does not count: something had failed in it.
     """
     if report.replica.state != "loaded":
         yield

@@ -5,24 +5,16 @@ The worker's export is ``AutoBridge.export_hf_weights``, as in NeMo-RL. Prints w
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from tests.integration.megatron.megatron_cases import PADDED, Case, hf_config
-from tests.integration.megatron.megatron_models import build, fill, initialize, wrapped
+from tests.integration.megatron.exported_shards import begin, compared, print_of_ranks
+from tests.integration.megatron.megatron_cases import PADDED, Case
+from tests.integration.megatron.megatron_models import build, fill, wrapped
 from tests.integration.megatron.optional_packages import stand_in
 
 from weightsync.integrations.nemo_rl.workers import policy_shards
 from weightsync.integrations.stream_options import Options
-from weightsync.tensors.shards import ShardedState
 
 CASE = Case("qwen3", tp=2, changes={"vocab_size": PADDED})
 
@@ -30,10 +22,7 @@ CASE = Case("qwen3", tp=2, changes={"vocab_size": PADDED})
 def run(rank: int, folder: str) -> dict[str, Any]:
     from megatron.bridge import AutoBridge
 
-    torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    initialize(CASE)
+    begin(CASE, rank, folder)
     chunks = build(CASE)
     fill(chunks, 1)
     (model,) = wrapped(chunks)
@@ -43,29 +32,15 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     sent = {name: tensor.clone() for name, tensor in worker.megatron_bridge.export_hf_weights([model], show_progress=False)}
     source, manifest = policy_shards(worker, Options())
-    assert isinstance(source.state, ShardedState)
-    _, shards = source.state.declare()
-    wrong = [
-        shard.name
-        for shard in shards
-        if not torch.equal(sent[shard.name][tuple(map(slice, shard.box.starts, shard.box.stops))], shard.tensor)
-    ]
-    dist.barrier()
-    dist.destroy_process_group()
+    wrong, _ = compared(source.state, sent)
     return {"sent": len(sent), "wrong": wrong, "names": sorted(sent) == sorted(spec.name for spec in manifest)}
 
 
 def main() -> None:
     stand_in()
     import megatron.bridge  # noqa: F401
-    import transformers
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = hf_config(CASE.family, CASE.changes)
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(Path(folder))
-        with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as ranks:
-            print(json.dumps(list(ranks.map(run, range(2), [folder] * 2))))
+    print_of_ranks(CASE, run)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import os
 import pickle
@@ -303,7 +304,8 @@ def test_on_shared_gpus_nemo_rl_transfers_what_has_fp8_scales(folder: Path, mode
 
 def test_nemo_rl_makes_the_synchronizer_once_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     grpo: Any = types.ModuleType("nemo_rl.algorithms.grpo")
-    grpo.refit_policy_generation = refit_of_nemo_rl()
+    decorated = functools.wraps(refit_of_nemo_rl())(refit_of_nemo_rl())  # as others may: it looks like a wrapper
+    grpo.refit_policy_generation = decorated
     monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
     ppo: Any = types.ModuleType("nemo_rl.algorithms.ppo")
     ppo.refit_policy_generation = grpo.refit_policy_generation
@@ -314,6 +316,7 @@ def test_nemo_rl_makes_the_synchronizer_once_it_is_enabled(monkeypatch: pytest.M
         enable(timeou=3.0)
     enable(timeout=3.0)
     wrapped = grpo.refit_policy_generation
+    assert wrapped is not decorated
     enable(timeout=4.0)
     assert grpo.refit_policy_generation is ppo.refit_policy_generation is wrapped
     generation = types.SimpleNamespace(cfg={"backend": "vllm"}, weight_synchronizer=None)

@@ -138,7 +138,7 @@ class WorkerLoras:
             factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
             if set(factors) != {1.0}:
                 scaled[name] = factors
-        by_name = copied({name: as_served[name] for name in scaled})  # first computed there
+        by_name = copied({name: as_served[name] for name in scaled})  # scaled there: what was received is lent
         for name, factors in scaled.items():
             parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
             for part, factor in parts:

@@ -23,6 +23,8 @@ from weightsync.integrations.nemo_rl.engine import NAME, in_worker
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import say_why, why_streamed
 
+_OURS = "_weightsync_wraps"
+
 
 class _Replacing:
     """An object of NeMo-RL, some of whose methods are replaced."""
@@ -104,19 +106,20 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         self._owned.offload_after_refit()
 
 
-def with_synchronizer(refit: Any) -> Any:  # noqa: ANN401 - NeMo-RL's function
+def with_synchronizer(original: Any) -> Any:  # noqa: ANN401 - NeMo-RL's function
     """Return NeMo-RL's ``refit_policy_generation`` that gives a colocated vLLM a :class:`ColocatedSynchronizer`."""
 
-    @functools.wraps(refit)
+    @functools.wraps(original)
     def synchronized(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        given = inspect.signature(refit).bind(*args, **kwargs).arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         generation = given["policy_generation"]
         lacks = getattr(generation, "weight_synchronizer", None) is None
         if given["colocated_inference"] and lacks and generation.cfg["backend"] == "vllm":
             made = ColocatedSynchronizer(given["policy"], generation, given.get("_refit_buffer_size_gb"))
             generation.weight_synchronizer = made
-        return refit(*args, **kwargs)
+        return original(*args, **kwargs)
 
+    setattr(synchronized, _OURS, True)
     return synchronized
 
 
@@ -127,9 +130,9 @@ def enable_colocated(options: Mapping[str, object]) -> None:
     Options.of(options, "weightsync.integrations.nemo_rl.enable")
     ColocatedSynchronizer.chosen = options
     synchronizers.IPCWeightSynchronizer = ColocatedSynchronizer
-    refit = grpo.refit_policy_generation
-    if not hasattr(refit, "__wrapped__"):
-        wrapped, name = with_synchronizer(refit), refit.__name__
+    original = grpo.refit_policy_generation
+    if not hasattr(original, _OURS):
+        wrapped, name = with_synchronizer(original), original.__name__
         for module in list(sys.modules.values()):  # others import the function by its name
-            if getattr(module, "__dict__", {}).get(name) is refit:
+            if getattr(module, "__dict__", {}).get(name) is original:
                 setattr(module, name, wrapped)

@@ -42,7 +42,7 @@ INTERFACE = "nemo_rl.utils.checkpoint_engines.base"
 """NeMo-RL's module that makes an engine by its name, and holds the base class that says what it calls."""
 
 _log = logging.getLogger(__name__)
-_OWN = "_weightsync_refit"
+_OWN = "_weightsync_engine"
 _REASON = 400  # characters of a reason that travels
 _WHERE = f"policy.generation.refit_cfg['{NAME}']"
 Batch = list[tuple[str, torch.Tensor]]
@@ -208,7 +208,7 @@ class RefitEngine:
     async def receive_weight_batches(self) -> AsyncIterator[Batch]:
         """Yield the tensors of one update, in a vLLM worker. Those of a batch are lent until the next is asked for.
 
-        None are yielded where this worker reads the shards of policy ranks, which happens meanwhile.
+        Where this worker reads the shards of policy ranks, it does so here, and none are yielded.
 
         Raises:
             RoundFailed: The update failed, for this worker or on the policy's side.

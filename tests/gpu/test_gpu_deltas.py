@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,11 +11,13 @@ import torch
 from tests.gpu.engine_process import Model, fingerprint
 from tests.gpu.processes import Joined, change, far
 from tests.integration.rounds.test_deltas import gate, only  # noqa: F401 - one is a fixture
+from tests.integration.rounds.test_quantized import Served, assert_serves, quantized
 from tests.integration.rounds.test_some_tensors import Loader
 
 from weightsync import failpoints
 from weightsync.config import ServerSettings
 from weightsync.engines.module import ModuleAdapter
+from weightsync.errors import ConfigurationError
 from weightsync.publishing import published_shards
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
@@ -110,6 +113,37 @@ def test_only_what_changed_moves_from_a_copy(joined: Joined) -> None:
         assert (changed.base, changed.verified) == (number - 1, "installed")
         assert changed.nbytes < whole.nbytes / 10
         assert all(torch.equal(a.bfloat16().cpu(), b.cpu()) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8-channel", "fp8-tensor", "mxfp4", "nvfp4", "int4-group128"])
+def test_only_what_changed_moves_of_quantized_weights(joined: Joined, kind: str) -> None:
+    """Words that are changed keep their magnitudes, so that no scale changes. An update that fails leaves the base's lists."""
+    source = torch.nn.Sequential(torch.nn.Linear(512, 1000), torch.nn.LayerNorm(1000)).to("cuda:0")
+
+    def served() -> dict[str, torch.Tensor]:
+        return quantized(copy.deepcopy(source).bfloat16().cpu(), {"0.weight": kind})
+
+    target = Served(served()).to(far())
+    trainer = joined.trainer(source, deltas=True, dtype=torch.bfloat16, quantize={"0.weight": kind})
+    joined.engine(ModuleAdapter(target))
+    trainer.wait_for_replicas()
+    whole = only(trainer)
+    assert (whole.base, whole.verified, whole.transports) == (None, "installed", ("cuda_ipc",))
+    matrix, base = source.get_parameter("0.weight"), whole.version
+    for number in range(2, 6):
+        with torch.no_grad():
+            matrix.copy_(torch.where(torch.rand(matrix.shape, device="cuda:0") < 0.001, -matrix, matrix))
+            if number == 4:
+                held, matrix[7, 7] = matrix[7, 7].clone(), float("inf")
+                with pytest.raises(ConfigurationError, match=r"0\.weight holds Inf or NaN"):
+                    trainer.publish()
+                matrix[7, 7] = held
+        changed = only(trainer)
+        assert (changed.base, changed.verified) == (base, "installed")
+        assert changed.nbytes < whole.nbytes / 10
+        assert_serves(copy.deepcopy(target).cpu(), served())
+        base = changed.version
+    trainer.close()
 
 
 def test_too_many_changes_move_whole(joined: Joined) -> None:

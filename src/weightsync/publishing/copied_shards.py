@@ -312,8 +312,8 @@ class DeviceCopy:
     The shards may be on the device or, offloaded, in host memory. Their bytes are read once, those of the copy written once and
     read once for the digest. Those on the meta device are written by ``write``.
 
-    With ``changes``, and without ``write``, a part of the shards at a time is converted to scratch memory and compared there with
-    the region, which holds the version before, and takes the words that differ.
+    With ``changes``, a part of the shards at a time is converted to scratch memory and compared there with the region, which holds
+    the version before, and takes the words that differ. ``write`` fills all of its shards at once, so with it there is one part.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class DeviceCopy:
         firsts = layout.offset
         if changes is not None:
             shards = [shard for shard in shards if shard.box.size]
-            self._parts = list(_parts(changes.sections))
+            self._parts = list(_parts(changes.sections, PART_BYTES if write is None else region.memory.nbytes))
             most = max((span for _, _, _, span in self._parts), default=0)
             self._scratch = torch.empty(most, dtype=torch.uint8, device=self._device)
             starts = np.repeat([start for _, _, start, _ in self._parts], [last - first for first, last, _, _ in self._parts])
@@ -367,17 +367,17 @@ class DeviceCopy:
             raise Aborted("the copy of this version was stopped")
         sources = [shard.tensor for shard in self._sources]
         with torch.no_grad(), torch.cuda.device(self._device):
+            if self._write is not None:
+                self._write(self._written, stop)
             if self._changes is not None:
                 before, now = self._places
                 self._changes.start(before + self._addresses[0], now + self._scratch.data_ptr())
                 for first, last, _, _ in self._parts:
-                    torch._foreach_copy_(self._targets[first:last], sources[first:last], non_blocking=True)
+                    _convert(self._targets[first:last], sources[first:last])
                     self._changes.launch(first, last)
                 self._changes.finish(deadline)
-            elif self._targets:
-                torch._foreach_copy_(self._targets, sources, non_blocking=True)
-            if self._write is not None:
-                self._write(self._written, stop)
+            else:
+                _convert(self._targets, sources)
         return self.digests(PUBLIC, deadline)
 
     def digests(self, constants: DigestConstants, deadline: Deadline) -> UInt64:
@@ -385,12 +385,17 @@ class DeviceCopy:
         return self._digest.take(self._addresses, deadline, constants)
 
 
-def _parts(sections: Sections) -> Iterator[tuple[int, int, int, int]]:
+def _convert(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _parts(sections: Sections, most: int) -> Iterator[tuple[int, int, int, int]]:
     """First and last of sections that are compared together, where the first begins, and the bytes that they span."""
     first = 0
     ends = sections.offset + sections.nbytes
     while first < len(sections):
         start = int(sections.offset[first])
-        last = max(int(np.searchsorted(ends, start + PART_BYTES, side="right")), first + 1)
+        last = max(int(np.searchsorted(ends, start + most, side="right")), first + 1)
         yield first, last, start, -(-(int(ends[last - 1]) - start) // 16) * 16
         first = last

@@ -356,9 +356,8 @@ class PublishedShards(Publication):
         reason, changes = room_for_copy(nbytes, device), None
         if reason is None and self._deltas:
             changes = DeviceLists(self.manifest, self.layout, self._deltas, 0, nbytes, device)
-            no_room = room_for_copy(changes.end + changes.working_bytes + PART_BYTES, device)
-            if self._write is not None:
-                no_room = "quantized weights are not compared on a GPU"
+            scratch = PART_BYTES if self._write is None else nbytes
+            no_room = room_for_copy(changes.end + changes.working_bytes + scratch, device)
             if no_room is not None:
                 _log.warning("this rank publishes no deltas, but whole versions: %s", no_room)
                 changes = None

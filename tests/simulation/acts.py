@@ -15,7 +15,7 @@ def happen(world: World, fault: Fault) -> None:
     """Let ``fault`` happen now."""
     if world.calm:
         return
-    agent: Agent | None = world.engines.get(fault.member) or world.trainers.get(fault.member)
+    agent: Agent | None = world.engines.get(fault.member) or world.trainers.get(fault.member) or world.publishers.get(fault.member)
     if fault.name.startswith("coordinator"):
         _coordinator(world, fault)
     elif fault.name == "clock of the machine jumps":
@@ -83,7 +83,7 @@ def _join(world: World, fault: Fault) -> None:
 def _to_agent(world: World, fault: Fault, agent: Agent) -> None:
     now, wires = world.loop.time(), [wire for wire in agent.wires if not wire.cut]
     match fault.name:
-        case "engine crash" | "trainer crash":
+        case "engine crash" | "trainer crash" | "relay crash":
             world.hit(fault.name, agent)
             world.crash(agent)
         case "connection reset" if wires:

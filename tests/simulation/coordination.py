@@ -56,7 +56,7 @@ class CoordinatorProcess(Process):
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "coordinator")
-        self.coordinator = Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None), world.store_key)
+        self.coordinator = self._make_coordinator()
         self.coordinator._audits.least_seconds = _BETWEEN_LOOKS
         self.coordinator._audits.stagger = lambda: 1.0
         self.service = Service(self.coordinator, _SERVER, _SECRETS) if world.people else None
@@ -81,6 +81,10 @@ class CoordinatorProcess(Process):
         self._known: set[str] = set()
         self._count_what_events_do_not_tell()
         world.begin(self)
+
+    def _make_coordinator(self) -> Coordinator:
+        world = self.world
+        return Coordinator(_settings(world.max_unavailable, world.fan_out, world.misfit is not None), world.store_key)
 
     def _count_what_events_do_not_tell(self) -> None:
         coordinator, seen = self.coordinator, self.world.seen
@@ -254,7 +258,7 @@ class CoordinatorProcess(Process):
         ranks: list[Process] = [engine for engine in world.engines.values() if engine.name == name or anybody]
         if not anybody and any(isinstance(rank, EngineProcess) and rank.ranks != len(ranks) for rank in ranks):
             return
-        if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.trainers.values(), self)):
+        if any(one.troubled_until + _MARGIN > started for one in (*ranks, *world.sources(), self)):
             return
         if any(reason in error for reason in ("is not complete", "disconnected", "went away", "not connected")):
             return

@@ -8,6 +8,8 @@ from tests.simulation.clock import run
 from tests.simulation.lora_schedule import LoraSchedule, with_adapters
 from tests.simulation.people import PeopleWorld
 from tests.simulation.people_schedule import PeopleSchedule
+from tests.simulation.relay_schedule import RelaySchedule, with_relays
+from tests.simulation.relays import RelayWorld, with_relay
 from tests.simulation.schedule import Outcome, Schedule, play
 from tests.simulation.store_schedule import StoreSchedule
 from tests.simulation.store_world import StoreWorld, with_store
@@ -30,6 +32,10 @@ def last_of(first: int) -> float:
 
 
 async def _run(seed: int) -> Outcome:
+    if seed >= STORES and with_relays(seed):
+        regions = RelayWorld(seed)
+        with with_store(regions), with_relay(regions):
+            return await play(regions, RelaySchedule(regions, seed), seed)
     if seed >= STORES:
         stored = StoreWorld(seed)
         with with_store(stored):

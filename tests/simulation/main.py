@@ -19,7 +19,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from typing import Any
 
-from tests.faults.points import STORE_POINTS
+from tests.faults.points import RELAY_POINTS, STORE_POINTS
 from tests.simulation.families import PEOPLE, STORES, STREAMS, last_of, run_schedule
 from tests.simulation.faults import ALL_FAULTS, ALL_STATES, STREAM_FAULTS
 from tests.simulation.fleet import run_fleet
@@ -27,10 +27,13 @@ from tests.simulation.lora_schedule import LORA_FAULTS, LORA_STATES, with_adapte
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.mutants_loras import LORA_MUTANTS
 from tests.simulation.mutants_people import PEOPLE_MUTANTS
+from tests.simulation.mutants_relay import RELAY_MUTANTS
 from tests.simulation.mutants_store import STORE_MUTANTS
 from tests.simulation.mutants_stream import STREAM_MUTANTS
 from tests.simulation.object_store import STORE_FAULTS
 from tests.simulation.people_schedule import PEOPLE_ACTIONS, PEOPLE_STATES
+from tests.simulation.relay_schedule import RELAY_FAULTS, with_relays
+from tests.simulation.relays import RELAY_STATES
 from tests.simulation.schedule import Outcome
 from tests.simulation.store_world import STORE_STATES
 
@@ -113,6 +116,8 @@ def hunt(name: str, first: int = 0, most: int = _MOST_SEEDS) -> tuple[str, int |
     seeds: Iterable[int] = range(first, first + most)
     if name in LORA_MUTANTS:
         seeds = itertools.islice(filter(with_adapters, itertools.count(first)), most)
+    if name in RELAY_MUTANTS:
+        seeds = itertools.islice(filter(with_relays, itertools.count(first)), most)
     with MUTANTS[name]():
         for count, outcome in enumerate(_outcomes(seeds), 1):
             if outcome.failed:
@@ -129,10 +134,9 @@ def census(total: Outcome, *, streams: bool = False, people: bool = False, store
     """What should have occurred and did not."""
     if stores:
         struck = {name.rpartition(" in ")[2] for name in total.injected}
-        missing = [name for name in STORE_FAULTS if not total.injected[name]] + [
-            name for name in STORE_POINTS if name not in struck
-        ]
-        return missing + [name for name in STORE_STATES if not total.seen[name]]
+        missing = [name for name in (*STORE_FAULTS, *RELAY_FAULTS) if not total.injected[name]]
+        missing += [name for name in (*STORE_POINTS, *RELAY_POINTS) if name not in struck]
+        return missing + [name for name in (*STORE_STATES, *RELAY_STATES) if not total.seen[name]]
     if streams:
         return [name for name in STREAM_FAULTS if not total.injected[name]]
     if people:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from tests.simulation.installation import replaced
+from tests.simulation.mutants_relay import RELAY_MUTANTS
 from tests.simulation.object_store import SIGNED_BODY, STORE_URL
 
 from weightsync.coordinator.coordinator import Coordinator
@@ -95,5 +96,6 @@ STORE_MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "a version counts as stored before its manifest is": _stored_too_early,
     "a replica that could not read from a dying trainer waits for it": _left_alone,
     "seeding takes out of service whom the round before it updated": _seeded_again,
+    **RELAY_MUTANTS,
 }
 """Name to what plants it for as long as a ``with`` block runs."""

@@ -190,7 +190,7 @@ def connector(world: World, current: Callable[[], Process]) -> Callable[..., Any
     async def connect(url: str, **_: object) -> Any:
         process = current()
         await asyncio.sleep(world.random.uniform(0.0005, 0.003))
-        coordinator = world.coordinator
+        coordinator = world.coordinator_of(process)
         if coordinator is None or world.loop.time() < process.unreachable_until:
             raise ConnectionRefusedError("nobody listens")
         wire = Wire(world, process, coordinator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -169,6 +169,11 @@ class SimulatedBucket:
                 if path.startswith(f"{prefix}/") and kept.modified <= until
             ]
         yield page
+
+    def list_with_delimiter(self, _store: object) -> dict[str, Sequence[str]]:
+        """See obstore."""
+        with self._call():
+            return {"common_prefixes": sorted({path.partition("/")[0] for path in self.files})}
 
     def delete(self, _store: object, path: str) -> None:
         """See obstore."""

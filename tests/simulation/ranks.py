@@ -520,11 +520,11 @@ class TrainerProcess(Agent):
             if world.streams:
                 outcome = self.trainer.publish_stream(tensors, number, timeout=timeout)
             elif snapshot and not self.role.live:
-                future = self.trainer.publish_async(number, timeout=timeout)
+                future = self.trainer.publish_async(world.label_of(number), timeout=timeout)
                 self.scribble()
                 outcome = future.result(timeout + 2 * _LINK_GRACE)
             else:
-                outcome = self.trainer.publish(number, timeout=timeout)
+                outcome = self.trainer.publish(world.label_of(number), timeout=timeout)
         except WeightSyncError as error:
             outcome = error
         except TimeoutError as error:

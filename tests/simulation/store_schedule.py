@@ -30,7 +30,7 @@ class StoreSchedule(Schedule):
     """See the module."""
 
     world: StoreWorld
-    later = STORE_POINTS
+    later: tuple[str, ...] = STORE_POINTS
 
     def __init__(self, world: StoreWorld, seed: int) -> None:
         super().__init__(world, seed)
@@ -126,7 +126,7 @@ class StoreSchedule(Schedule):
         world, store, stored = self.world, ObjectStore(STORE_URL), None
         try:
             stored = newest(store, RUN, _KEY.public)
-            if stored is None or stored.version.number != self.number:
+            if stored is None or stored.version.number != world.label_of(self.number):
                 world.violated("stuck", f"the store has {stored and stored.version}, and the last version is {self.number}")
                 return
             parts = tensors_of(store, stored, Deadline(_STORING_SECONDS))

@@ -224,7 +224,8 @@ class StoreWorld(World):
 
     def labelled(self, engine: EngineProcess) -> None:
         version = engine.label
-        if version is not None and version.number in self.numbers and version.digest != _digest(version.number, self.salt):
+        number = None if version is None else self.meaning(version, None)
+        if version is not None and number in self.numbers and version.digest != _digest(number, self.salt):
             self.violated("mislabelled", f"{engine} takes the label {version}, whose digest is not that of the version's bytes")
         super().labelled(engine)
 
@@ -284,7 +285,7 @@ def with_store(world: StoreWorld) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=world.monotonic, time=world.wall)
     bucket = world.bucket
     with replaced(
-        *((obstore, name, getattr(bucket, name)) for name in ("put", "get_range", "head", "list", "delete")),
+        *((obstore, name, getattr(bucket, name)) for name in ("put", "get_range", "head", "list", "list_with_delimiter", "delete")),
         (ObjectStore, "_store", None),
         (weightsync.deadline, "wait", _wait),
         (weightsync.transports.store, "Future", simulated.Future),

@@ -34,6 +34,8 @@ QUICK = {
     "a stored chain is applied with one delta left out": ("stuck", "infected"),
     "a stored manifest is believed whoever signed it": ("mislabelled", "stuck"),
     "a version counts as stored before its manifest is": ("stuck", "infected"),
+    "a relay believes a manifest whoever signed it": ("mislabelled", "stuck"),
+    "a relay publishes a version before it is whole": ("mislabelled", "torn"),
     "a worker's token admits to operators' actions": ("mislabelled", "stuck"),
     "a tensor that changed is not streamed": ("mislabelled",),
 }

@@ -356,6 +356,8 @@ class Future(ConcurrentFuture[T]):
         """See :meth:`concurrent.futures.Future.result`."""
         if not self.done() and threads().current is not None:
             threads().wait(lambda wake: self.add_done_callback(lambda _: wake()), timeout)
+        if not self.done():
+            raise TimeoutError
         return super().result(0)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.faults.points import LORA_POINTS, STORE_POINTS, STREAM_POINTS
+from tests.faults.points import LORA_POINTS, RELAY_POINTS, STORE_POINTS, STREAM_POINTS
 from tests.simulation.clock import VirtualTimeLoop
 from tests.simulation.coordination import CoordinatorProcess
 from tests.simulation.faults import CORRUPTING, GATES, KILLS, SOURCE_CRASH, SOURCE_LIE, Pending
@@ -31,7 +31,7 @@ __all__ = ["World", "running_process"]
 running_process: ContextVar[Process | None] = ContextVar("process", default=None)
 _MOST_VIOLATIONS = 20
 _UNNOTICED = 20.0  # seconds for which a lost connection may go unnoticed
-_REACHED = GATES | {*STREAM_POINTS, *LORA_POINTS, *STORE_POINTS}
+_REACHED = GATES | {*STREAM_POINTS, *LORA_POINTS, *STORE_POINTS, *RELAY_POINTS}
 _BACK = 4.0  # seconds in which a connection that was lost has mostly come back
 
 
@@ -100,7 +100,7 @@ class World:
         self.impostors: list[EngineProcess] = []
         self.misfit: EngineProcess | None = None
         """An engine that does not hold the trainer's tensors."""
-        self._digests: dict[int, str] = {}
+        self._digests: dict[Hashable, str] = {}
         self._garbage = -1
         self._sessions = 0
         self.on_restart: Any = lambda process: None
@@ -167,6 +167,22 @@ class World:
     def meaning(self, version: Version, content: int | None) -> int | None:
         """What a rank holds that takes ``version`` for its label, and holds ``content``."""
         return version.number
+
+    def label_of(self, content: int) -> int:
+        """The number under which a trainer publishes ``content``."""
+        return content
+
+    def name_of(self, version: Version) -> Hashable:
+        """What no two versions with different bytes may have in common."""
+        return version.number
+
+    def coordinator_of(self, process: Process) -> CoordinatorProcess | None:
+        """The coordinator to which ``process`` connects, if it runs."""
+        return self.coordinator
+
+    def sources(self) -> Iterable[Process]:
+        """Processes from which replicas read, besides each other."""
+        return self.trainers.values()
 
     # A store, where there is one.
 
@@ -359,7 +375,7 @@ class World:
         if version is None:
             return
         engine.wrecked = False
-        known = self._digests.setdefault(version.number, version.digest)
+        known = self._digests.setdefault(self.name_of(version), version.digest)
         if engine.content != self.meaning(version, engine.content):
             self.uncaught += engine.corrupt
             self.violated("mislabelled", f"{engine} takes the label {version} and holds {engine.content}")

@@ -87,11 +87,6 @@ class Publications:
         return self.newest[1]
 
     @property
-    def known(self) -> bool:
-        """Whether any version is known."""
-        return self.last >= 0
-
-    @property
     def witness(self) -> str:
         """Engine rank that alone says that the newest version exists; empty if it was published here, or a trainer rank says so."""
         engines = self._claims["engine"]
@@ -219,7 +214,8 @@ class Epochs:
     """Grants one new epoch to each set of trainer processes that asks for one.
 
     Grants survive a restart of either side: this object remembers them by process, and trainer ranks report theirs
-    (``Hello.epoch``). While only engine ranks know a version, grants do not bind: the trainer follows what the engines report.
+    (``Hello.epoch``). While only engine ranks know a version, grants do not bind: the trainer follows what the engines report,
+    unless it is a relay with a signed version of a later epoch.
     """
 
     def __init__(self, publications: Publications) -> None:
@@ -261,13 +257,14 @@ class Epochs:
                     "this one, or restart it with Trainer(..., new_epoch=True)"
                 )
         else:
-            epoch = current if not asking else current + 1 if self._publications.known else FIRST_EPOCH
+            epoch = current + (bool(asking) and self._publications.highest_in(current) >= 0)
         if epoch > _LAST_EPOCH:
             raise VersionError(f"epoch {current} is the last one: no new epoch can begin. Start another run (WEIGHTSYNC_RUN)")
         self._granted = {rank.hello.session: epoch for rank in ranks}
         return epoch
 
     def _granted_to(self, rank: TrainerRank) -> int | None:
-        if self._publications.witness:
+        signed = rank.hello.version  # a relay's: no trainer rank knows a version where only an engine does
+        if self._publications.witness and (signed is None or signed.epoch <= self._publications.epoch):
             return None  # nothing was published in any grant, and the next epoch may be a false claim
         return self._granted.get(rank.hello.session) or rank.hello.epoch or None

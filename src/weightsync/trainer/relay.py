@@ -224,7 +224,9 @@ class Relay(Closeable):
             try:
                 newest = load(self._store, self._run, order, self._public)
             except WeightSyncError as error:
-                failure = failure or error
+                failure = (
+                    failure if failure and isinstance(error, AuthenticationError) else error
+                )  # no wrong key, unless all say so
         stored = newest or held
         if stored is None:
             if failure is not None:

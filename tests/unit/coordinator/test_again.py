@@ -7,11 +7,13 @@ import asyncio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 from tests.unit.coordinator.contents import MANIFEST, row_digests
 from tests.unit.coordinator.fakes import TrainerProcess, World, world_of
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.agent_messages import answer_agent
+from weightsync.coordinator.ranks import TrainerRank
 from weightsync.coordinator.status import RankStatus
 from weightsync.errors import ProtocolError, VersionError
 from weightsync.model import Version
@@ -30,7 +32,14 @@ def successor(world: World, last: Version | None) -> TrainerProcess:
     for process in list(world.trainers.values()):
         process.disconnect()
     process = TrainerProcess(world, 0, 1, MANIFEST, world.session(), -1)
-    process.last = last
+    process.last, made = last, process.make
+
+    def make() -> TrainerRank:
+        rank = made()
+        hello = rank.hello if last is None else structs.replace(rank.hello, epoch=last.epoch)
+        return TrainerRank(hello, rank.manifest, rank.layout)
+
+    process.make = make
     process.connect()
     return process
 
@@ -117,6 +126,24 @@ async def test_a_signed_version_becomes_no_other_one() -> None:
     with pytest.raises(VersionError, match="cannot be published: here it would be number 10 of epoch 2"):
         await again(world, version)
     assert world.states()["honest"] == ("registered", None)
+
+
+@virtual
+async def test_a_signed_version_of_a_later_epoch_is_published_although_engines_alone_know_an_earlier_one() -> None:
+    """A region was down while home began another epoch: it stayed at the old one (schedule 10,000,011)."""
+    before = (await world_of(1, z=1).publish(10)).version
+    world = World()
+    world.add_replica("a")
+    (engine,) = world.replica("a")
+    engine.disconnect()
+    engine.label = Version(before.run, 10, before.manifest, "ab" * 8)
+    engine.connect()
+    version = Version(before.run, 10, before.manifest, before.digest, 2)
+    successor(world, version)
+    result = await again(world, version)
+    assert result.ok and result.version == version
+    assert (world.state("a").epoch, world.state("a").version) == (2, 10)
+    world.check()
 
 
 @virtual

@@ -85,6 +85,18 @@ async def test_a_trainer_that_resumes_uses_its_numbers_again() -> None:
 
 
 @virtual
+async def test_an_epoch_begins_although_the_rank_that_knew_the_last_version_has_left() -> None:
+    """The coordinator had restarted in between. It refused the number for one of the epoch before (schedule 10,000,081)."""
+    world = World()
+    before = TrainerProcess(world, 0, 1, MANIFEST, world.session(), 7)
+    before.last = Version("test", 7, MANIFEST.fingerprint, "ab" * 8)
+    before.connect()
+    before.disconnect()
+    add(world, 0, 1)
+    assert str((await world.publish(4)).version) == "test.2@4"
+
+
+@virtual
 async def test_an_old_version_is_behind_a_new_epoch() -> None:
     world = World()
     for rank in range(2):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
 
-from weightsync.errors import StaleSource
+from weightsync.errors import StaleSource, TransportError
+from weightsync.store.catalog import load, manifest_path
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import StoredVersion
 from weightsync.trainer import relay
@@ -47,6 +48,24 @@ def test_a_relay_waits_for_the_first_version_and_says_so_once(tmp_path: Path, ca
         waiting.follow()
     assert lines(caplog, "INFO", "") == [f"waiting for the first version of run {RUN}: there is no folder {tmp_path / 'store'}"]
     assert not lines(caplog, "ERROR", "")
+
+
+def test_a_forged_manifest_ends_no_relay_while_the_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the key for a wrong one, and ended, although the store had a version that was signed with it."""
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    (tmp_path / manifest_path(RUN, (1, 9))).write_bytes((tmp_path / manifest_path(RUN, (1, 0))).read_bytes())
+
+    def fails(store: ObjectStore, run: str, order: tuple[int, int], public: bytes) -> StoredVersion:
+        if order == (1, 0) and following.between:
+            raise TransportError("the store fails")
+        return load(store, run, order, public)
+
+    monkeypatch.setattr(relay, "load", fails)
+    with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
+        following.between = [lambda: None]
+        following.follow()
+        assert following._published is not None and following._published[0].number == 0
 
 
 def test_each_version_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -224,9 +224,8 @@ class Relay(Closeable):
             try:
                 newest = load(self._store, self._run, order, self._public)
             except WeightSyncError as error:
-                failure = (
-                    failure if failure and isinstance(error, AuthenticationError) else error
-                )  # no wrong key, unless all say so
+                # The key is wrong only if every manifest says so.
+                failure = failure if failure and isinstance(error, AuthenticationError) else error
         stored = newest or held
         if stored is None:
             if failure is not None:

@@ -20,7 +20,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("demo", "megatron", "nixl", "otel", "ray", "store", "test", "fuzz", "browser", "docs", "dev")
+EXTRAS = ("demo", "megatron", "otel", "ray", "store", "test", "fuzz", "browser", "docs", "dev")
+BESIDE = ("transport-nixl",)
+"""Folders of distributions of this repository that need more packages."""
 NOT_PINNED = {"pip", "setuptools", "weightsync"}
 """Comes with Python's own environments, or is this project."""
 BY_BUILD = re.compile(r"nvidia-|cuda-|triton$|torch$")
@@ -47,6 +49,8 @@ def needed() -> dict[str, Distribution]:
     seen: set[tuple[str, frozenset[str]]] = set()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]  # what is installed may be older
     direct = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
+    for folder in BESIDE:
+        direct += tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["dependencies"]
     todo = [(wanted.name, frozenset(wanted.extras)) for wanted in map(Requirement, direct)]
     while todo:
         name, extras = todo.pop()

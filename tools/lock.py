@@ -30,12 +30,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
-from tools.audit import BY_BUILD, ROOT, pins
+from tools.audit import BESIDE, BY_BUILD, ROOT, pins
 
 __all__ = ["FOLDER", "Entry", "hashes", "main", "named", "write"]
 
@@ -121,13 +122,20 @@ def _local_torch(version: str) -> None:
     write("torch-cpu", {"torch": [Entry(taken, "", archives)]})
 
 
+def _needed_beside() -> list[str]:
+    """What distributions of this repository need, except weightsync itself."""
+    projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in BESIDE]
+    return [text for project in projects for text in project["dependencies"] if text != "weightsync"]
+
+
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    every = ("demo", "otel", "store", "test", "dev", "megatron", "nixl", "ray", "fuzz", "browser")
+    every = ("demo", "otel", "store", "test", "dev", "megatron", "ray", "fuzz", "browser")
     extras = [option for extra in every for option in ("--extra", extra)]
-    entries = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras)
-    with_docs = _compile(_BUILD_TOOLS, pins(), "pyproject.toml", *extras, "--extra", "docs")
+    needed = [*_BUILD_TOOLS, *_needed_beside()]
+    entries = _compile(needed, pins(), "pyproject.toml", *extras)
+    with_docs = _compile(needed, pins(), "pyproject.toml", *extras, "--extra", "docs")
     docs = {name: entry for name, entry in with_docs.items() if entries.get(name) != entry}
     del entries["pip"]  # comes with every environment
     head = [line for line in _PINS.read_text().splitlines() if line.startswith("#")]

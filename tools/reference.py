@@ -84,7 +84,7 @@ def _variables() -> str:
 
 def _transports() -> str:
     rows = ["| name | reads | writes | reach | encrypted | digests | source | opt-in |", "|---|---|---|---|---|---|---|---|"]
-    for name in BUILT_IN:
+    for name in (*BUILT_IN, "nixl"):
         traits = transport(name).traits
         cells = (
             f"`{name}`",

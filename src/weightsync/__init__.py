@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from weightsync.transports.cuda.ipc import CudaIpc as CudaIpc
     from weightsync.transports.host.inproc import InProcess as InProcess
     from weightsync.transports.host.shared_memory import SharedMemory as SharedMemory
-    from weightsync.transports.nixl.transport import Nixl as Nixl
     from weightsync.transports.tcp.transport import Tcp as Tcp
+    from weightsync_nixl import Nixl as Nixl
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,6 @@ _HOLDS = {
     "transports.cuda.ipc": ("CudaIpc",),
     "transports.host.inproc": ("InProcess",),
     "transports.host.shared_memory": ("SharedMemory",),
-    "transports.nixl.transport": ("Nixl",),
     "transports.tcp.transport": ("Tcp",),
     "errors": errors.__all__,
 }
@@ -77,7 +76,7 @@ __all__ = sorted(["__version__", *_WHERE])  # noqa: PLE0605
 
 
 if not TYPE_CHECKING:  # else a misspelt name would pass the type checker
-    __getattr__ = on_first_use(__name__, _WHERE)
+    __getattr__ = on_first_use(__name__, {**_WHERE, "Nixl": "transports.nixl"})  # an old name, of a package beside this one
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.publishing import published_shards
 from weightsync.server.server import BackgroundServer
 from weightsync.trainer.trainer import Trainer
-from weightsync.transports.nixl.agent import nixl_problem
+from weightsync_nixl.agent import nixl_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

@@ -21,7 +21,7 @@ from weightsync.errors import DeadlineExceeded
 from weightsync.protocol.messages import Delivery, ReplicaResult
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
-from weightsync.transports.nixl.agent import nixl_problem
+from weightsync_nixl.agent import nixl_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default::DeprecationWarning")]
 pytest.importorskip("triton", reason="needs Triton")

@@ -17,7 +17,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
-from weightsync.transports.nixl.agent import Agent, nixl_problem
+from weightsync_nixl.agent import Agent, nixl_problem
 from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
@@ -103,7 +103,7 @@ class TestNcclFromHostMemory(ReadsOnLastDevice, TransportContract):
 
 @needs_nixl
 class TestNixlBetweenGpus(TransportContract):
-    where = "weightsync.transports.nixl.transport:Nixl"
+    where = "weightsync_nixl.transport:Nixl"
     warm_up = START_NIXL
     source = "cuda"
     target = "cuda"
@@ -111,7 +111,7 @@ class TestNixlBetweenGpus(TransportContract):
 
 @needs_nixl
 class TestNixlFromHostToGpu(TransportContract):
-    where = "weightsync.transports.nixl.transport:Nixl"
+    where = "weightsync_nixl.transport:Nixl"
     warm_up = START_NIXL
     source = "host"
     target = "cuda"
@@ -119,7 +119,7 @@ class TestNixlFromHostToGpu(TransportContract):
 
 @needs_nixl
 class TestNixlFromGpuToHost(TransportContract):
-    where = "weightsync.transports.nixl.transport:Nixl"
+    where = "weightsync_nixl.transport:Nixl"
     warm_up = START_NIXL
     source = "cuda"
     target = "host"

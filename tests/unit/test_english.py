@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools import code_lines
 
 import weightsync
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PACKAGES = ("src/weightsync", *(f"{name}/weightsync_{name}" for name in ("bench", "callbacks", "rollouts", "testing")))
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PACKAGES = (code_lines.SOURCE, *code_lines.BESIDE.values())
+SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 HELP = ("cli", "commands.py", "config.py")
 """Folders and files whose docstrings are help texts, or rows of the table of settings."""
 CODE_COLUMNS = 84

@@ -17,7 +17,7 @@ from weightsync.cli.main import app
 from weightsync.errors import ConfigurationError
 
 ENVIRONMENT_SET = {
-    "transports/nixl/agent.py": "log levels of NIXL and UCX, unless the user set them",
+    "agent.py": "log levels of NIXL and UCX, unless the user set them",
 }
 """Where variables are set for a library. They are read in ``config.py`` alone."""
 

@@ -53,7 +53,6 @@ PUBLIC = [
     "MembershipError",
     "ModuleAdapter",
     "Nccl",
-    "Nixl",
     "PauseMode",
     "PeerLost",
     "PlanMismatch",
@@ -123,10 +122,9 @@ FORBIDDEN_FROM = {
 IMPORTS_BY_NAME = {
     "first_use.py": "a package's own public names, from its table",
     "integrations/checks.py": "packages of the table of checks",
+    "old_names.py": "packages that are distributions now, and their modules, from lists",
     "releases.py": "modules of the table of releases",
-    "rollouts/__init__.py": "modules of weightsync-rollouts under their old names, from a list",
     "server/mounts.py": "built-in mounts and installed entry points, by names of the coordinator's own settings",
-    "testing/__init__.py": "modules of weightsync-testing under their old names, from a list",
     "transports/registry.py": "built-in schemes and installed entry points; a name from the wire is only looked up there",
     "fork_server.py": "the child processes of tests, told by their parent",
 }
@@ -375,7 +373,7 @@ def test_modules_say_what_they_are() -> None:
     assert not [_where(path) for path in FILES if not ast.get_docstring(parsed(path))]
 
 
-@pytest.mark.filterwarnings(r"ignore:weightsync\.(rollouts|testing) is the package weightsync-\1 now:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:weightsync\.\S+ is the package weightsync-\w+ now:DeprecationWarning")
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
     module_name = ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")

@@ -10,16 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools import code_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOTS = {
     name.name: name
     for name in (
-        ROOT / "src" / "weightsync",
-        ROOT / "bench" / "weightsync_bench",
-        ROOT / "callbacks" / "weightsync_callbacks",
-        ROOT / "rollouts" / "weightsync_rollouts",
-        ROOT / "testing" / "weightsync_testing",
+        code_lines.SOURCE,
+        *code_lines.BESIDE.values(),
         ROOT / "tests",
         ROOT / "tools",
         ROOT / "benchmarks",

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from weightsync.config import ClientSettings
 from weightsync.daemon_threads import in_daemon_thread
@@ -144,22 +143,18 @@ def _nccl() -> _Outcome:
     return "ok", ".".join(map(str, release))
 
 
-def _nixl() -> _Outcome:
-    from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
+def _transport(name: str) -> _Outcome:
+    from weightsync.transports import registry
 
-    problem = nixl_problem()
+    try:
+        examined = registry.transport(name)
+    except TransportUnavailable as error:
+        return "missing", str(error)
+    problem = examined.unavailable()
     if problem is not None:
         return "missing", problem
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    devices = rdma_devices()
-    if not devices:
-        return "limited", "no RDMA device has a link", "between hosts NIXL uses TCP; transport tcp is faster"
-    description = f"RDMA: {', '.join(devices)}"
-    if not Path("/sys/module/nvidia_peermem").exists():
-        return "limited", description, "GPU memory crosses host memory (no GPUDirect): modprobe nvidia_peermem"
-    if soft != resource.RLIM_INFINITY:
-        return "limited", description, f"only {soft:,} bytes may be registered: ulimit -l unlimited"
-    return "ok", description
+    description, limit = examined.condition()
+    return ("limited", description, limit) if limit else ("ok", description)
 
 
 def _open_files() -> _Outcome:
@@ -227,7 +222,7 @@ _CHECKS: dict[str, tuple[Callable[..., _Outcome], str]] = {
     "gpus": (_gpus, "weights stay in CPU memory: only shared memory and TCP are available"),
     "peer access": (_peer_access, "GPUs on one host exchange weights through CPU memory"),
     "nccl": (_nccl, "transport nccl, which connects GPUs of several hosts, is unavailable"),
-    "nixl": (_nixl, "transport nixl, which reads memory of other hosts by RDMA, is unavailable"),
+    "nixl": (partial(_transport, "nixl"), "transport nixl, which reads memory of other hosts by RDMA, is unavailable"),
     "open files": (_open_files, "a coordinator needs one per agent, a TCP reader one per trainer rank: ulimit -n 65536"),
     "loopback": (
         partial(_bind, socket.AF_INET, "127.0.0.1"), "the coordinator cannot listen, so nothing works on this machine alone"

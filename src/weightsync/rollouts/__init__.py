@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
+from importlib import import_module
 
-__all__: list[str] = []
+from weightsync.old_names import moved
 
-_NOW = (
-    "weightsync.rollouts is the package weightsync-rollouts now, and its callbacks are weightsync-callbacks "
-    "(pip install ./rollouts ./callbacks in a clone of weightsync)"
-)
 _CALLBACKS = frozenset({"CommandFollower", "CompletionReceiver", "CompletionSender", "RolloutCallback", "Server", "UpdateServers"})
+_MODULES = ("blocking", "controller", "generation", "routing", "samples", "staleness")
 
-try:
-    _package = importlib.import_module("weightsync_rollouts")
-except ModuleNotFoundError as error:
-    if error.name != "weightsync_rollouts":
-        raise
-    raise ModuleNotFoundError(_NOW, name=error.name) from None
-
-warnings.warn(f"{_NOW}: import from weightsync_rollouts", DeprecationWarning, stacklevel=2)
-globals().update({_name: getattr(_package, _name) for _name in _package.__all__})
-for _name in ("blocking", "controller", "generation", "routing", "samples", "staleness"):
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"weightsync_rollouts.{_name}")
+moved(
+    __name__, "weightsync_rollouts", "./rollouts ./callbacks", *_MODULES, note=", and its callbacks are weightsync-callbacks"
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
@@ -36,4 +24,4 @@ def __getattr__(name: str) -> object:
         DeprecationWarning,
         stacklevel=2,
     )
-    return getattr(importlib.import_module("weightsync_callbacks"), name)
+    return getattr(import_module("weightsync_callbacks"), name)

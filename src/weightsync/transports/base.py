@@ -191,6 +191,8 @@ class Transport(ABC):
 
     name: str
     traits: Traits
+    before: ClassVar[str] = ""
+    """Of a third party's: the built-in transport that comes right after it. Without one it is first, and used only if named."""
 
     def unavailable(self) -> str | None:
         """Return why it cannot work on this machine and what would help, or ``None`` if it can."""
@@ -199,6 +201,10 @@ class Transport(ABC):
     def automatic(self) -> bool:
         """Return whether it is used without being named. By default, unless readers share their fate."""
         return not self.traits.shared_fate
+
+    def condition(self) -> tuple[str, str]:
+        """Return for ``weightsync doctor`` what it uses on this machine, and what limits it and would help, or an empty string."""
+        return "available", ""
 
     @abstractmethod
     def reaches(self, offer: Offer, local_host: Host) -> bool:

@@ -131,8 +131,8 @@ def test_a_wildcard_bind_needs_an_address_to_tell() -> None:
 
 
 def test_unknown_schemes_are_named_with_the_known() -> None:
-    assert known()[:6] == ("inproc", "cuda_ipc", "nccl", "shared_memory", "nixl", "tcp")
-    with pytest.raises(ConfigurationError, match="inproc, cuda_ipc, nccl, shared_memory, nixl, tcp"):
+    assert known()[:5] == ("inproc", "cuda_ipc", "nccl", "shared_memory", "tcp")
+    with pytest.raises(ConfigurationError, match="inproc, cuda_ipc, nccl, shared_memory, tcp"):
         transport("pigeon")
 
 

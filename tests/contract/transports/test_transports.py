@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weightsync.transports.nixl.agent import nixl_problem
+from weightsync_nixl.agent import nixl_problem
 from weightsync_testing.transport_contract import TransportContract, nothing_left
 
 __all__ = ["nothing_left"]
@@ -40,4 +40,4 @@ class TestNixl(TransportContract):
     """Over UCX's shared memory."""
 
     warm_up = "tests.contract.transports.warm_up:make_an_agent"
-    where = "weightsync.transports.nixl.transport:Nixl"
+    where = "weightsync_nixl.transport:Nixl"

@@ -20,6 +20,6 @@ def open_a_store() -> None:
 
 def make_an_agent() -> None:
     """The libraries under NIXL keep what they make with the first agent."""
-    from weightsync.transports.nixl.agent import Agent
+    from weightsync_nixl.agent import Agent
 
     Agent({}).close()

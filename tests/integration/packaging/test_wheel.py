@@ -24,7 +24,7 @@ EXTRAS = sorted(
 ABSENT = f"""
 import importlib.abc, runpy, sys
 
-sys.modules.update(dict.fromkeys({[*EXTRAS, "triton", "vllm"]}))
+sys.modules.update(dict.fromkeys({[*EXTRAS, "nixl_cu13", "triton", "vllm"]}))
 
 class Undistributed(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -117,17 +117,33 @@ def test_the_command_lists_what_it_can_do(installed: Path, tmp_path: Path) -> No
     assert not re.search(r"\b(demo|faults|simulate)\b", text)
 
 
-@pytest.mark.parametrize(("module", "folder"), [("testing.adapter_contract", "testing"), ("rollouts.controller", "rollouts")])
+BESIDE = [
+    ("testing.adapter_contract", "testing"),
+    ("rollouts.controller", "rollouts"),
+    ("transports.nixl.transport", "transport-nixl"),
+]
+
+
+@pytest.mark.parametrize(("module", "folder"), BESIDE)
 def test_without_a_package_beside_the_error_names_it(installed: Path, tmp_path: Path, module: str, folder: str) -> None:
     code = f"try:\n    import weightsync.{module}\nexcept ModuleNotFoundError as error:\n    print(error)"
     assert f"pip install ./{folder}" in _run(installed / "python", "-c", ABSENT + code, cwd=tmp_path)
 
 
-@pytest.mark.parametrize(("folder", "modules"), [("testing", "adapter_contract, transport_contract"), ("rollouts", "controller")])
-def test_a_package_beside_is_installed_beside_the_wheel(installed: Path, tmp_path: Path, folder: str, modules: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "package", "modules"),
+    [
+        ("testing", "weightsync_testing", "adapter_contract, transport_contract"),
+        ("rollouts", "weightsync_rollouts", "controller"),
+        ("transport-nixl", "weightsync_nixl", "transport"),
+    ],
+)
+def test_a_package_beside_is_installed_beside_the_wheel(
+    installed: Path, tmp_path: Path, folder: str, package: str, modules: str
+) -> None:
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--target", tmp_path)
     _run(*PIP, "install", *options, ROOT / folder, cwd=tmp_path)
-    code = f"from weightsync_{folder} import {modules}; import weightsync_{folder}; print(weightsync_{folder}.__file__)"
+    code = f"from {package} import {modules}; import {package}; print({package}.__file__)"
     printed = _run(installed / "python", "-c", code, cwd=tmp_path)
     assert Path(printed.strip()).is_relative_to(tmp_path), "the installed package was imported, not the checkout's"
-    assert (tmp_path / f"weightsync_{folder}" / "py.typed").exists()
+    assert (tmp_path / package / "py.typed").exists()

@@ -68,7 +68,7 @@ def test_bytes_and_pieces_are_the_planners(
 
 
 def test_every_built_in_transport_uses_links_by_its_traits() -> None:
-    assert {links.name for links in figures().transport} == set(BUILT_IN) - {"store"}, "joining from a store is not forecast"
+    assert {links.name for links in figures().transport} == {*BUILT_IN, "nixl"} - {"store"}, "joining from a store is not forecast"
     for links in figures().transport:
         traits = transport(links.name).traits
         assert (links.reach, links.shared) == (traits.reach, traits.shared_fate), links.name

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from weightsync.cli import doctor
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ConfigurationError, PeerLost, ProtocolError, TransportUnavailable
 from weightsync.publishing.publication import ReaderAccess
@@ -23,11 +24,11 @@ from weightsync.transports.base import Network
 from weightsync.transports.host.region import PublishedRegion
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.net.messages import RegisterTiles, Start
-from weightsync.transports.nixl import agent as nixl_agent
-from weightsync.transports.nixl.agent import nixl_problem, rdma_devices
-from weightsync.transports.nixl.reader import Pack
-from weightsync.transports.nixl.staged_frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
-from weightsync.transports.nixl.transport import Nixl
+from weightsync_nixl import agent as nixl_agent
+from weightsync_nixl.agent import nixl_problem, rdma_devices
+from weightsync_nixl.reader import Pack
+from weightsync_nixl.staged_frames import BUFFERS, MOST_BUFFER_BYTES, Frames, StagingBuffers, copies, split
+from weightsync_nixl.transport import Nixl
 from weightsync_testing.copy_cases import tiles_from
 
 needs_nixl = pytest.mark.skipif(nixl_problem() is not None, reason=nixl_problem() or "")
@@ -131,7 +132,7 @@ def test_it_is_chosen_unnamed_only_where_there_is_an_rdma_device(monkeypatch: py
     def names(encrypted: bool = False) -> list[str]:
         return [transport.name for transport in registry.transports_for(None, encrypted)]
 
-    where = "weightsync.transports.nixl.transport.rdma_devices"
+    where = "weightsync_nixl.transport.rdma_devices"
     monkeypatch.setattr(where, lambda: rdma_devices(tmp_path))
     assert "nixl" not in names()
     assert [transport.name for transport in registry.transports_for(["nixl"])] == ["nixl"]
@@ -144,8 +145,24 @@ def test_it_is_chosen_unnamed_only_where_there_is_an_rdma_device(monkeypatch: py
 
 def test_without_nixl_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_module",))
-    with pytest.raises(TransportUnavailable, match=r"pip install 'weightsync\[nixl\]'"):
+    with pytest.raises(TransportUnavailable, match=r"pip install nixl-cu13"):
         registry.transports_for(["nixl"])
+
+
+def test_without_the_package_the_error_and_doctor_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    with pytest.raises(TransportUnavailable, match=r"'nixl' is not installed: pip install \./transport-nixl in a clone"):
+        registry.transports_for(["nixl"])
+    status, value = doctor._transport("nixl")[:2]
+    assert (status, "./transport-nixl" in value) == ("missing", True)
+
+
+@needs_nixl
+def test_doctor_reports_rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("weightsync_nixl.transport.rdma_devices", lambda: rdma_devices(tmp_path))
+    assert doctor._transport("nixl")[:2] == ("limited", "no RDMA device has a link")
+    device_tree(tmp_path, mlx5_0="4: ACTIVE")
+    assert doctor._transport("nixl")[1] == "RDMA: mlx5_0"
 
 
 @needs_nixl
@@ -221,7 +238,7 @@ def test_a_publisher_that_fails_to_describe_its_memory_says_why(monkeypatch: pyt
 
     region = PublishedRegion(1 << 16, "d" * 32)
     publisher = Nixl().publish(region, KEY, this_host())
-    monkeypatch.setattr("weightsync.transports.nixl.transport._Registration.describe", fails)
+    monkeypatch.setattr("weightsync_nixl.transport._Registration.describe", fails)
     before = agents_here()
     try:
         with pytest.raises(TransportUnavailable, match="its memory went away"):

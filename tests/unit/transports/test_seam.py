@@ -1,8 +1,9 @@
-"""Nobody outside the transports knows one by its name, and every built-in one passes the contract, unmodified."""
+"""Nobody outside the transports knows one by its name, and every one of this repository passes the contract, unmodified."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,10 @@ TORCH_BACKENDS = {"nccl", "gloo"}  # torch's words
 FROM_THE_COORDINATOR = {"store"}
 """The coordinator itself offers stored versions, and no rank publishes by this transport, so the contract of two ends does not
 fit. ``tests/integration/rounds/test_stored_versions.py`` and ``tests/unit/store`` hold it."""
-PUBLISHING = sorted(set(BUILT_IN) - FROM_THE_COORDINATOR)
+_NIXL = tomllib.loads((ROOT / "transport-nixl" / "pyproject.toml").read_text())["project"]["entry-points"]["weightsync.transports"]
+OURS: dict[str, str] = BUILT_IN | _NIXL
+"""With those that another distribution of this repository adds."""
+PUBLISHING = sorted(set(OURS) - FROM_THE_COORDINATOR)
 CONTRACTS = (
     "tests.contract.transports.test_transports",
     "tests.gpu.test_transport_contract",
@@ -60,17 +64,17 @@ def _contracts() -> Iterator[type[TransportContract]]:
 
 
 @pytest.mark.parametrize("name", PUBLISHING)
-def test_every_built_in_transport_inherits_the_contract_and_overrides_no_test(name: str) -> None:
-    found = [one for one in _contracts() if one.where == BUILT_IN[name]]
+def test_every_transport_inherits_the_contract_and_overrides_no_test(name: str) -> None:
+    found = [one for one in _contracts() if one.where == OURS[name]]
     assert found, f"no subclass of TransportContract for {name}: add one to {CONTRACTS[0]}, or to {CONTRACTS[1]} if it needs a GPU"
     for one in found:
         overridden = [attribute for attribute in vars(one) if attribute.startswith("test")]
         assert not overridden, f"{one.__name__} overrides {overridden}"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_built_in_transport_has_its_name_and_traits(name: str) -> None:
-    module, _, attribute = BUILT_IN[name].partition(":")
+@pytest.mark.parametrize("name", OURS)
+def test_every_transport_has_its_name_and_traits(name: str) -> None:
+    module, _, attribute = OURS[name].partition(":")
     found: type[Transport] = getattr(import_module(module), attribute)
     assert found.name == name
     assert bool(found.traits.reads) == (name in PUBLISHING)
@@ -78,14 +82,14 @@ def test_every_built_in_transport_has_its_name_and_traits(name: str) -> None:
 
 
 def _row(name: str) -> str:
-    module, _, attribute = BUILT_IN[name].partition(":")
+    module, _, attribute = OURS[name].partition(":")
     traits = getattr(import_module(module), attribute).traits
     yes = [("no", "yes")[flag] for flag in (traits.encrypted, traits.live_source, traits.shared_fate)]
     cells = [f"`{name}`", ", ".join(traits.reads), ", ".join(traits.writes), traits.reach, yes[0], traits.digests, *yes[1:]]
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_guide_shows_the_traits_of_every_built_in_transport() -> None:
+def test_the_guide_shows_the_traits_of_every_transport() -> None:
     shown = (ROOT / "docs" / "guides" / "write-a-transport.md").read_text()
-    expected = "\n".join(map(_row, BUILT_IN))
+    expected = "\n".join(map(_row, OURS))
     assert expected in shown, f"put this into the guide's table:\n{expected}"

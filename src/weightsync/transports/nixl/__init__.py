@@ -1,1 +1,7 @@
-"""Memory that readers pull by one-sided reads, through NVIDIA's NIXL."""
+"""Old name of the package ``weightsync_nixl``."""
+
+from __future__ import annotations
+
+from weightsync.old_names import moved
+
+moved(__name__, "weightsync_nixl", "./transport-nixl", "agent", "reader", "staged_frames", "transport")

@@ -40,7 +40,7 @@ def nixl_problem() -> str | None:
     """Return why NIXL cannot be used here, or ``None``. Imports nothing."""
     if any(find_spec(name) for name in _MODULES):
         return None
-    return "NIXL is not installed: pip install 'weightsync[nixl]'"
+    return "NIXL is not installed: pip install nixl-cu13"
 
 
 def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:

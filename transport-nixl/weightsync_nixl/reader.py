@@ -36,8 +36,8 @@ from weightsync.transports.net.messages import (
     next_answer,
     send_request,
 )
-from weightsync.transports.nixl.agent import Agent, Transfer, span_of
-from weightsync.transports.nixl.staged_frames import (
+from weightsync_nixl.agent import Agent, Transfer, span_of
+from weightsync_nixl.staged_frames import (
     BUFFERS,
     MOST_BUFFER_BYTES,
     TILE_BYTES,

@@ -2,7 +2,7 @@
 
 Reader and publisher meet at an authenticated connection, like that of ``tcp``, over which the publisher describes its memory. A
 read then needs no thread of the publisher. Long runs are read directly to where they belong. What is cut too finely for that goes
-in frames that the publisher packs (:mod:`weightsync.transports.nixl.staged_frames`). The shortest run that is read directly is
+in frames that the publisher packs (:mod:`weightsync_nixl.staged_frames`). The shortest run that is read directly is
 measured when a plan is prepared.
 
 A one-sided read tears silently if the memory changes meanwhile. The region's header page, a sequence lock, is therefore read before
@@ -13,8 +13,10 @@ NIXL encrypts nothing, and UCX opens ports of its own: name the interface (``dev
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -30,9 +32,9 @@ from weightsync.transports.net.dialer import dialer
 from weightsync.transports.net.frames import wanted_tiles
 from weightsync.transports.net.listening_publisher import ListenAddress, ListeningPublisher, NetworkTransport, PublisherAddress
 from weightsync.transports.net.messages import Handlers, Ready, RegisterTiles, TableBudget, serve_requests
-from weightsync.transports.nixl.agent import Agent, network_devices, nixl_problem, rdma_devices, span_of
-from weightsync.transports.nixl.reader import MESSAGES, POSTING_THREADS, DescribeMemory, MemoryDescription, NixlReader, Pack
-from weightsync.transports.nixl.staged_frames import (
+from weightsync_nixl.agent import Agent, network_devices, nixl_problem, rdma_devices, span_of
+from weightsync_nixl.reader import MESSAGES, POSTING_THREADS, DescribeMemory, MemoryDescription, NixlReader, Pack
+from weightsync_nixl.staged_frames import (
     BUFFER_BYTES,
     MOST_BUFFER_BYTES,
     TILE_BYTES,
@@ -220,6 +222,7 @@ class Nixl(NetworkTransport):
     """
 
     name = "nixl"
+    before = "tcp"
     traits = Traits(reads=("host", "cuda"), writes=("host", "cuda"), digests="after", live_source=True)
 
     def __init__(
@@ -252,6 +255,17 @@ class Nixl(NetworkTransport):
         if missing:
             return f"this machine has no network device {', '.join(missing)}; it has {', '.join(network_devices())}"
         return nixl_problem()
+
+    def condition(self) -> tuple[str, str]:
+        """See :class:`weightsync.transports.base.Transport`."""
+        devices = rdma_devices()
+        if not devices:
+            return "no RDMA device has a link", "between hosts NIXL uses TCP; transport tcp is faster"
+        description = f"RDMA: {', '.join(devices)}"
+        if not Path("/sys/module/nvidia_peermem").exists():
+            return description, "GPU memory crosses host memory (no GPUDirect): modprobe nvidia_peermem"
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return description, "" if soft == resource.RLIM_INFINITY else f"only {soft:,} bytes may be registered: ulimit -l unlimited"
 
     def publish(
         self, region: PublishedRegion | CudaRegion, key: bytes, local_host: Host, network: Network = LOOPBACK

@@ -49,6 +49,8 @@ class KeyedDigester:
         self._members, self._planner = members, planner
         self._version: Version | None = None
         self._kept: list[KeyedDigests] = []
+        self._readers: set[str] = set()
+        """Replicas that took one of these."""
 
     def has(self, version: Version | None) -> bool:
         """Whether digests of ``version`` are kept, or there is a trainer to ask."""
@@ -56,24 +58,25 @@ class KeyedDigester:
 
     @property
     def allows_repetition(self) -> bool:
-        """Whether a reader that failed may take another of those that are kept: at least half of them are for others."""
+        """Whether a replica may take another of those that are kept: at least half of them are for others."""
         return len(self._kept) > KEPT // 2
 
-    async def draw(self, version: Version, deadline: RoundDeadline) -> KeyedDigests:
+    async def draw(self, version: Version, deadline: RoundDeadline, reader: str) -> KeyedDigests:
         """Return the digests of ``version`` under a key that was never used: from the trainer, otherwise one that was kept.
 
         Raises:
-            StaleSource: The trainer does not hold the version any more, or did not answer, and none is left.
+            StaleSource: The trainer does not hold the version any more, or did not answer, and none is left for replica ``reader``.
         """
         try:
             return await self._ask(version, RoundDeadline(deadline.remaining("a keyed digest") / 2))
         except WeightSyncError as error:
-            if self._version == version and self._kept:
+            if self._version == version and self._kept and (reader not in self._readers or self.allows_repetition):
+                self._readers.add(reader)
                 return self._kept.pop()
             raise StaleSource(
                 f"replicas cannot be compared with version {version}, so they read it from the trainer only, or wait for the next "
                 f"publication: the trainer cannot digest it now ({error}), and the {KEPT} keyed digests that are kept of a "
-                "publication are used up, or were not taken"
+                "publication are used up, were not taken, or are left for other replicas"
             ) from None
 
     async def keep(self, version: Version, deadline: RoundDeadline) -> None:
@@ -81,7 +84,7 @@ class KeyedDigester:
 
         Afterwards the trainer may change its memory, or leave.
         """
-        self._version, self._kept = version, []
+        self._version, self._kept, self._readers = version, [], set()
         links = [link for replica in self._members.replicas.values() for link in replica.links.values()]
         if self._members.streams or not any(link.rank.source is not None for link in links):
             return

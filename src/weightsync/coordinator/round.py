@@ -176,7 +176,7 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
     if context.seeding:  # do not pause a serving replica for a version that is gone
         await on_all("check", attempt_deadline(), engines, CheckSources(placement.version.number), Done)
     # What another replica serves is believed under a key only. Until the digests are there, this one serves on.
-    keyed = None if source.replica is None else await context.keyed.draw(placement.version, attempt_deadline())
+    keyed = None if source.replica is None else await context.keyed.draw(placement.version, attempt_deadline(), replica.name)
     staged = None
     if source.replica is None and placement.deltas:
         with report.phase("stage"):  # in half of the time: the other half must suffice for all bytes

@@ -259,11 +259,11 @@ class Relay(Closeable):
         this = version, trainer.welcomes
         if self._published == this:
             return
-        if (last := trainer.last_version or 0) > version.number:
-            raise VersionError(f"it is behind: its newest version is {version}, and version {last} was published here")
         trainer.signed = version
         try:
             trainer.publish(version.number, step=stored.stored.step)
+        except VersionError as error:  # perhaps of a false claim, which may be withdrawn: only the coordinator knows
+            raise VersionError(f"its newest version is {version}, which cannot be published here: {error}") from None
         except RoundFailed as error:
             if once or trainer.version != version:
                 raise

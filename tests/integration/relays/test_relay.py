@@ -308,6 +308,19 @@ def test_a_store_that_goes_back_is_an_alert_and_changes_nothing(home: Home, regi
         process.says("versions come again")
 
 
+def test_a_claim_that_was_withdrawn_keeps_no_version_from_the_region(home: Home, region: Region, owned: ExitStack) -> None:
+    """The relay had heard of a later version, from an engine alone, and waited for one that is later still."""
+    home.publish()
+    version, _ = home.published[0]
+    with weightsync.Engine(ModuleAdapter(model(5)), "liar", region.url) as liar:
+        liar._role.session.serving = weightsync.Version(RUN, 1000, version.manifest, "ab" * 8)
+        liar._link.connect_again()
+        until(lambda: region.server.coordinator.status().last == 1000, "the claim")
+        relay = owned.enter_context(RelayProcess(home, region))
+        relay.says("its newest version is run@0, which cannot be published here: .* the last one is 1000.*revoke liar/0")
+    region.serves(home, 0)
+
+
 class _Slow:
     """A store that takes a second for each read."""
 
@@ -346,7 +359,7 @@ def test_a_store_that_is_behind_is_said_and_nothing_is_published(home: Home, reg
     region.serves(home, 1)
     (Path(home.where) / manifest_path(RUN, (1, 1))).unlink()
     with RelayProcess(home, region) as process:
-        process.says("it is behind: its newest version is run@0, and version 1 was published here")
+        process.says("its newest version is run@0, which cannot be published here: .* the last one is 1")
     region.serves(home, 1)
     assert len(region.rounds()) == 1
 

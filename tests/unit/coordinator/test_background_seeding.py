@@ -75,7 +75,7 @@ async def test_seeding_that_found_no_source_is_repeated_while_there_is_no_traine
 @virtual
 async def test_a_replica_that_came_and_went_is_not_seeded_more_often_for_that() -> None:
     world = await served()
-    for _ in range(12):  # until no keyed digests are left, so that none can read from a replica
+    for _ in range(12):  # until no keyed digests are left for it, so that it cannot read from a replica
         world.add_replica("new")
         await asyncio.sleep(1.0)
         world.engines["new/0"].disconnect()
@@ -86,6 +86,20 @@ async def test_a_replica_that_came_and_went_is_not_seeded_more_often_for_that() 
     await asyncio.sleep(10 * STORE_SECONDS)
     assert world.states()["new"] == ("registered", None)
     assert world.coordinator.rounds - before <= 11
+    world.check()
+
+
+@virtual
+async def test_a_replica_that_comes_and_goes_leaves_keyed_digests_to_others() -> None:
+    world = await served()
+    for _ in range(6):
+        world.add_replica("flapping")
+        await world.drain(1.0)
+        world.engines["flapping/0"].disconnect()
+    for name in ("b", "c"):
+        world.add_replica(name)
+        await world.drain(1.0)
+    assert {name: world.states()[name] for name in "bc"} == {"b": ("loaded", 1), "c": ("loaded", 1)}
     world.check()
 
 

@@ -146,4 +146,4 @@ async def test_what_was_kept_of_an_earlier_version_admits_nobody() -> None:
     await world.drain()
     assert world.states()["new"] == ("registered", None)
     with pytest.raises(StaleSource):
-        await reserve.draw(last(world).version, RoundDeadline(10.0))
+        await reserve.draw(last(world).version, RoundDeadline(10.0), "late")

@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("demo", "megatron", "otel", "ray", "store", "test", "fuzz", "browser", "docs", "dev")
-BESIDE = ("transport-nixl",)
+EXTRAS = ("demo", "megatron", "otel", "store", "test", "fuzz", "browser", "docs", "dev")
+BESIDE = ("ray-manager", "transport-nixl")
 """Folders of distributions of this repository that need more packages."""
 NOT_PINNED = {"pip", "setuptools", "weightsync"}
 """Comes with Python's own environments, or is this project."""

@@ -131,7 +131,7 @@ def _needed_beside() -> list[str]:
 def main() -> int:
     """Write every lock."""
     FOLDER.mkdir(exist_ok=True)
-    every = ("demo", "otel", "store", "test", "dev", "megatron", "ray", "fuzz", "browser")
+    every = ("demo", "otel", "store", "test", "dev", "megatron", "fuzz", "browser")
     extras = [option for extra in every for option in ("--extra", extra)]
     needed = [*_BUILD_TOOLS, *_needed_beside()]
     entries = _compile(needed, pins(), "pyproject.toml", *extras)

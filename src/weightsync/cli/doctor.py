@@ -22,6 +22,7 @@ from weightsync.protocol.round_log import size
 from weightsync.protocol.tokens import is_loopback
 from weightsync.releases import releases_tested
 from weightsync.server.findings import Finding, Status, ask_coordinator, find_release
+from weightsync.transports import registry
 from weightsync.transports.hostinfo import own_address, reachable_address, text_of
 
 _FEW_FILES = 4096
@@ -37,7 +38,10 @@ _Outcome = tuple[Status, str] | tuple[Status, str, str]
 def examine(settings: ClientSettings) -> list[Finding]:
     """Run all checks. A check that raises becomes a finding with status ``unknown``."""
     findings: list[Finding] = []
-    for name, (check, cost) in _CHECKS.items():
+    added = set(registry.known()) - set(registry.BUILT_IN) - set(_CHECKS)
+    checks = dict(_CHECKS)
+    checks |= {name: (partial(_transport, name), f"transport {name} is unavailable") for name in sorted(added)}
+    for name, (check, cost) in checks.items():
         outcome: _Outcome = "missing", "cannot check without torch"
         try:
             if name not in _WITH_TORCH or importlib.util.find_spec("torch") is not None:
@@ -144,8 +148,6 @@ def _nccl() -> _Outcome:
 
 
 def _transport(name: str) -> _Outcome:
-    from weightsync.transports import registry
-
     try:
         examined = registry.transport(name)
     except TransportUnavailable as error:
@@ -234,7 +236,7 @@ _CHECKS: dict[str, tuple[Callable[..., _Outcome], str]] = {
     ),
     "ipv6": (partial(_bind, socket.AF_INET6, "::1"), "coordinator and ranks need IPv4 addresses"),
     "numba": (partial(_package, "numba"), "digests and copies on the CPU cannot be compiled: pip install numba"),
-    "ray": (partial(_package, "ray"), "needed only for weightsync.ray: pip install '.[ray]' in a clone of weightsync"),
+    "ray": (partial(_package, "ray"), "needed only for weightsync-ray: pip install ./ray-manager in a clone of weightsync"),
     "vllm": (_vllm, f"needed only to serve with vLLM; tested: {releases_tested('vllm')}"),
     "coordinator": (lambda settings: _outcome(ask_coordinator("coordinator", settings)), ""),
     "data interface": (_data_interface, ""),

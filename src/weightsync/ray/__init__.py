@@ -1,27 +1,7 @@
-"""weightsync on a Ray cluster: one manager for the trainer and engine actors of the user.
-
-Ray carries control calls only. Tensors move between shards as without Ray. See ``docs/guides/ray.md``.
-"""
+"""Old name of the package ``weightsync_ray``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from weightsync.old_names import moved
 
-from weightsync.first_use import on_first_use
-
-try:
-    import ray as _ray  # noqa: F401 - one check for the whole package
-except ModuleNotFoundError as error:
-    if error.name != "ray":
-        raise
-    raise ModuleNotFoundError("weightsync.ray needs Ray: pip install '.[ray]' in a clone of weightsync", name="ray") from None
-
-if TYPE_CHECKING:
-    from weightsync.ray.coordinator_actor import start_coordinator
-    from weightsync.ray.manager import Manager
-
-__all__ = ["Manager", "start_coordinator"]
-
-
-if not TYPE_CHECKING:  # an actor with a coordinator needs no tensor library
-    __getattr__ = on_first_use(__name__, {"Manager": "manager", "start_coordinator": "coordinator_actor"})
+moved(__name__, "weightsync_ray", "./ray-manager", "actor_calls", "coordinator_actor", "manager", "rejoining")

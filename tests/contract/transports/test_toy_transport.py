@@ -10,6 +10,8 @@ import torch
 from tests.contract.transports.toy_transport import Toy
 
 import weightsync
+from weightsync.cli import doctor
+from weightsync.config import ClientSettings
 from weightsync.protocol.messages import Offer
 from weightsync.transports.hostinfo import this_host
 from weightsync.transports.registry import choose, known, transport, transports_for
@@ -65,6 +67,16 @@ def test_one_that_says_its_place_is_chosen_there_without_being_named(monkeypatch
     assert [each.name for each, _ in choose(offers, [tcp, toy], here)] == ["toy", "tcp"]
     monkeypatch.setattr(Toy, "before", "collective")
     assert [each.name for each, _ in choose(offers, [tcp, toy], here)] == ["tcp", "toy"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_doctor_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CHECKS", {})
+    findings = {finding.name: finding for finding in doctor.examine(ClientSettings())}
+    assert (findings["toy"].status, findings["toy"].value) == ("ok", "available")
+    monkeypatch.setattr(Toy, "unavailable", lambda _: "no such device")
+    findings = {finding.name: finding for finding in doctor.examine(ClientSettings())}
+    assert (findings["toy"].status, findings["toy"].value) == ("missing", "no such device")
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ EXTRAS = sorted(
 ABSENT = f"""
 import importlib.abc, runpy, sys
 
-sys.modules.update(dict.fromkeys({[*EXTRAS, "nixl_cu13", "triton", "vllm"]}))
+sys.modules.update(dict.fromkeys({[*EXTRAS, "nixl_cu13", "ray", "triton", "vllm"]}))
 
 class Undistributed(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -117,10 +118,12 @@ def test_the_command_lists_what_it_can_do(installed: Path, tmp_path: Path) -> No
     assert not re.search(r"\b(demo|faults|simulate)\b", text)
 
 
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here")
 BESIDE = [
     ("testing.adapter_contract", "testing"),
     ("rollouts.controller", "rollouts"),
     ("transports.nixl.transport", "transport-nixl"),
+    ("ray.manager", "ray-manager"),
 ]
 
 
@@ -136,6 +139,9 @@ def test_without_a_package_beside_the_error_names_it(installed: Path, tmp_path: 
         ("testing", "weightsync_testing", "adapter_contract, transport_contract"),
         ("rollouts", "weightsync_rollouts", "controller"),
         ("transport-nixl", "weightsync_nixl", "transport"),
+        pytest.param(
+            "ray-manager", "weightsync_ray", "manager", marks=pytest.mark.skipif(find_spec("ray") is None, reason="no Ray")
+        ),
     ],
 )
 def test_a_package_beside_is_installed_beside_the_wheel(

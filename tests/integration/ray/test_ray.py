@@ -41,8 +41,8 @@ from weightsync.server.client import Client
 
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 
-from weightsync.ray import Manager, start_coordinator  # noqa: E402 - after the look for Ray
-from weightsync.ray.coordinator_actor import cluster_settings  # noqa: E402
+from weightsync_ray import Manager, start_coordinator  # noqa: E402 - after the look for Ray
+from weightsync_ray.coordinator_actor import cluster_settings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 RESTART = 4 * TIMEOUT
@@ -371,8 +371,8 @@ def test_a_port_that_is_given_goes_before_the_environment(monkeypatch: pytest.Mo
     assert [cluster_settings(port).port for port in (0, 7222)] == [7111, 7222]
 
 
-def test_without_ray_the_error_names_the_extra() -> None:
-    code = "import sys; sys.modules['ray'] = None\nimport weightsync.ray"
+def test_without_ray_the_error_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['ray'] = None\nimport weightsync_ray"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert "pip install '.[ray]'" in done.stderr
+    assert "pip install 'ray>=2.40'" in done.stderr

@@ -460,7 +460,7 @@ def test_doctor_fails_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no such thing here")
 
     monkeypatch.setattr("weightsync.cli.doctor._CHECKS", {"odd": (broken, "")})
-    (finding,) = examine(ClientSettings())
+    finding, *_ = examine(ClientSettings())
     assert (finding.name, finding.status) == ("odd", "unknown")
     assert "no such thing here" in finding.value
 

@@ -34,11 +34,11 @@ from weightsync.errors import ConfigurationError, CoordinatorUnreachable, Member
 from weightsync.forks import Origin
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.tokens import TokenFile, secret_of
-from weightsync.ray.actor_calls import Access, ActorCalls, call, handles
-from weightsync.ray.coordinator_actor import cluster_settings, with_token
-from weightsync.ray.rejoining import ActorGroup, Rejoining, is_joined, leave, publish
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
+from weightsync_ray.actor_calls import Access, ActorCalls, call, handles
+from weightsync_ray.coordinator_actor import cluster_settings, with_token
+from weightsync_ray.rejoining import ActorGroup, Rejoining, is_joined, leave, publish
 
 _CLOSE_SECONDS = 5.0
 
@@ -122,7 +122,7 @@ class Manager(Closeable):
 
     Example::
 
-        manager = weightsync.ray.Manager()
+        manager = weightsync_ray.Manager()
         manager.add_trainer(workers, state=lambda worker: worker.model)
         manager.add_replica("policy-0", engines, adapter=lambda worker: MyAdapter(worker.engine))
         report = manager.update_weights(7)

@@ -12,8 +12,8 @@ import ray
 from weightsync.config import Address, Secret, SecretKind, ServerSettings, runtime_directory
 from weightsync.errors import ConfigurationError
 from weightsync.protocol.tokens import TokenFile, find_token, generate
-from weightsync.ray.actor_calls import Access
 from weightsync.server.server import BackgroundServer
+from weightsync_ray.actor_calls import Access
 
 _KEPT: tuple[SecretKind, ...] = ("token", "operator")
 """Secrets that an actor keeps for its restart."""

@@ -26,9 +26,9 @@ from weightsync.engine.engine import Engine
 from weightsync.errors import AuthenticationError, MembershipError
 from weightsync.protocol.event_loop import shared_loop
 from weightsync.protocol.messages import RoundResult
-from weightsync.ray.actor_calls import Access, RankPlace, as_own_error, call
 from weightsync.server.watch import Watch
 from weightsync.trainer.trainer import Trainer
+from weightsync_ray.actor_calls import Access, RankPlace, as_own_error, call
 
 _lock = threading.Lock()
 _joined: dict[tuple[str | None, int], tuple[Access, Trainer | Engine]] = {}

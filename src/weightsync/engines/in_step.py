@@ -37,8 +37,10 @@ class InStep:
         self.voting = False
         """Whether a vote of this rank is still counted."""
 
-    def meet(self, deadline: Deadline) -> None:
-        """Wait until all ranks are here. Who gives that up votes against, or the others would hold their votes for it.
+    def meet(self, deadline: Deadline, *numbers: int) -> list[int]:
+        """Wait until all ranks are here, and return the least that any of them gave of each number.
+
+        A rank that gives up votes against, or the others would hold their votes for it.
 
         Raises:
             DeadlineExceeded: One did not come in time.
@@ -48,31 +50,34 @@ class InStep:
             self._answers(deadline, 0.0)
             self._gave_up = False
         try:
-            self._all(True, deadline, 0.0, met=True)
+            return self._all((1, *numbers), deadline, 0.0, met=True)[1:]
         except BaseException as error:
             if self._asked and not isinstance(error, PeerLost):
-                self._asked.append(self._ask(False, deadline, _VOTE_SECONDS))
+                self._asked.append(self._ask((0, 1), deadline, _VOTE_SECONDS))
                 self._gave_up = True
             raise
 
-    def vote(self, free: bool, deadline: Deadline) -> bool:
-        """Return whether all ranks are ``free``, once all have met. Raises as :meth:`meet` does, and is then called again."""
-        self.voting = True
-        agreed = self._all(free, deadline, _VOTE_SECONDS)
-        self.voting = False
-        return agreed
+    def vote(self, free: bool, deadline: Deadline, able: bool = True) -> tuple[bool, bool]:
+        """Return whether all ranks are ``free``, and all are ``able``, once all have met.
 
-    def _all(self, flag: bool, deadline: Deadline, least: float, *, met: bool = False) -> bool:
+        Raises as :meth:`meet` does, and is then called again.
+        """
+        self.voting = True
+        agreed, can = self._all((free, able), deadline, _VOTE_SECONDS)
+        self.voting = False
+        return bool(agreed), bool(can)
+
+    def _all(self, answers: Sequence[int], deadline: Deadline, least: float, *, met: bool = False) -> list[int]:
         if not self._asked:
-            self._asked.append(self._ask(flag, deadline, least))
+            self._asked.append(self._ask(answers, deadline, least))
         return self._answers(deadline, least, met=met)
 
-    def _answers(self, deadline: Deadline, least: float, *, met: bool = False) -> bool:
-        """Wait for the others' answers to all questions, and return whether all answered yes to the last one.
+    def _answers(self, deadline: Deadline, least: float, *, met: bool = False) -> list[int]:
+        """Wait for the others' answers to all questions, and return the least of each part of the last one.
 
         If all have ``met``, this rank owes its vote from before it forgets the question: a signal handler may raise in between.
         """
-        agreed = False
+        agreed = list[int]()
         while self._asked:
             agreed = self._answer(self._asked[0], deadline, least)
             self.voting = self.voting or met
@@ -83,14 +88,14 @@ class InStep:
     def _what(self) -> str:
         return f"waiting for the other ranks of this replica ({len(self.ranks)} in all) to call in_use()"
 
-    def _ask(self, flag: bool, deadline: Deadline, least: float) -> Any:  # noqa: ANN401 - private to torch
+    def _ask(self, answers: Sequence[int], deadline: Deadline, least: float) -> Any:  # noqa: ANN401 - private to torch
         """Answer a question for this rank."""
-        group, flags = self._group(deadline, least), torch.tensor([int(flag)], dtype=torch.int32, device="cpu")
-        return dist.all_reduce(flags, dist.ReduceOp.MIN, group=group, async_op=True), flags, group
+        group, least_of_all = self._group(deadline, least), torch.tensor(answers, dtype=torch.int64, device="cpu")
+        return dist.all_reduce(least_of_all, dist.ReduceOp.MIN, group=group, async_op=True), least_of_all, group
 
-    def _answer(self, asked: Any, deadline: Deadline, least: float) -> bool:  # noqa: ANN401
-        """Whether all ranks say yes to a question."""
-        work, flags, group = asked
+    def _answer(self, asked: Any, deadline: Deadline, least: float) -> list[int]:  # noqa: ANN401
+        """What all ranks say to a question: the least of each part."""
+        work, least_of_all, group = asked
         try:
             work.wait(timedelta(seconds=max(deadline.left, least) or deadline.remaining(self._what)))
         except RuntimeError as error:
@@ -99,7 +104,8 @@ class InStep:
                 raise DeadlineExceeded(f"{self._what} took more than {deadline.seconds:g} s") from None
             if not work.is_success():
                 raise PeerLost(f"{self._what} failed, because one of them has left: {str(error).splitlines()[0]}") from error
-        return bool(flags.item())
+        answers: list[int] = least_of_all.tolist()
+        return answers
 
     def _group(self, deadline: Deadline, least: float) -> Any:  # noqa: ANN401
         """Make the group, in a thread, because torch waits for the others without regard to a deadline."""

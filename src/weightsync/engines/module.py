@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +16,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.in_step import InStep
 from weightsync.engines.module_loras import ModuleLoras
-from weightsync.errors import ConfigurationError, DeadlineExceeded
+from weightsync.errors import ConfigurationError, DeadlineExceeded, VersionError
 from weightsync.model import Manifest, PauseMode, Version
-from weightsync.model.lora import LoraSlots
+from weightsync.model.lora import LoraSlots, adapter_label
 from weightsync.tensors.shard_loader import ShardLoader
 from weightsync.tensors.shards import FollowedShards, Shard
 
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 _VOTE = object()
+
+
+@dataclass
+class _Ballot:
+    """What one of several ranks holds until a vote has ended."""
+
+    adapter: str | None = None
+    able: bool = False
+    version: Version | None = None
+    using: ExitStack = field(default_factory=ExitStack)
 
 
 class ModuleAdapter(EngineAdapter):
@@ -69,6 +81,7 @@ class ModuleAdapter(EngineAdapter):
         self._lock = threading.RLock()
         """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
         self._changed = threading.Condition(self._lock)
+        self._ballot = _Ballot()
         self._paused = False
         self._begun = False  # from begin() to resume(): nothing computes with the module
         self._guessed = False  # the last look returned what was found before
@@ -85,7 +98,7 @@ class ModuleAdapter(EngineAdapter):
         that is served when the context begins, with ``alice/math@2`` that one. Publications of adapters do not wait for it.
 
         Raises:
-            VersionError: The adapter is not served here.
+            VersionError: The adapter is not served here, or not by all ranks.
             DeadlineExceeded: The module was paused or in use for ``timeout`` seconds, or the other ranks did not enter.
             PeerLost: Another rank has left.
             ConfigurationError: This is one of several ranks, and it is not known which enter together.
@@ -94,14 +107,17 @@ class ModuleAdapter(EngineAdapter):
         if adapter is not None and self._loras is None:
             raise ConfigurationError("this module holds no LoRA adapters: give ModuleAdapter(module, adapter_slots=...)")
         try:  # around it all: a signal handler may raise right after the module was taken
-            if self._in_step is not None or self.replica_ranks > 1:
-                self._enter_in_step(me, timeout)
-            else:
-                with self._lock:
-                    self._wait_until_free(timeout)
-                    self._users[me] = None
             with ExitStack() as using:
-                yield using.enter_context(self._loras.using(adapter)) if adapter is not None and self._loras else self.version
+                if self._in_step is not None or self.replica_ranks > 1:
+                    version = self._enter_in_step(me, timeout, adapter, using)
+                else:
+                    with self._lock:
+                        self._wait_until_free(timeout)
+                        self._users[me] = None
+                    version = self.version
+                    if adapter is not None and self._loras is not None:
+                        version = using.enter_context(self._loras.using(adapter))
+                yield version
         finally:
             self._users.pop(me, None)
             self._notify()
@@ -110,8 +126,8 @@ class ModuleAdapter(EngineAdapter):
         if not self._changed.wait_for(lambda: not self._paused and not self._users, timeout):
             raise DeadlineExceeded(f"the module was paused for an update, or in use, for more than {timeout:g} s")
 
-    def _enter_in_step(self, me: object, timeout: float) -> None:
-        """Enter when all ranks do.
+    def _enter_in_step(self, me: object, timeout: float, adapter: str | None, using: ExitStack) -> Version | None:
+        """Enter when all ranks do, with the newest version of ``adapter`` that all have. Return the version.
 
         While ranks wait for one another, none is in use: a pause that comes then goes on. When all are here, each says whether
         it is free, and from then on a pause waits for the result, which takes no longer than the message.
@@ -130,20 +146,44 @@ class ModuleAdapter(EngineAdapter):
             while not agreed:
                 if not others.voting:
                     with self._lock:
-                        self._users.pop(_VOTE, None)  # of a call that was interrupted
+                        self._end_vote()  # of a call that was interrupted
                         self._wait_until_free(deadline.remaining("waiting for the module"))
-                    others.meet(deadline)
+                    self._ballot = _Ballot(adapter)
+                    key = 0 if adapter is None else int.from_bytes(sha256(adapter.encode()).digest()[:7])
+                    number, least, most = others.meet(deadline, self._loras.newest(adapter) if self._loras else 0, key, -key)
                     with self._lock:
                         if not self._paused and not self._users:
                             self._users[_VOTE] = None
-                agreed = others.vote(_VOTE in self._users, deadline)
-                if agreed:
+                    self._ballot.able = least == -most and self._has_chosen(adapter, number)
+                ballot = self._ballot
+                agreed, able = others.vote(_VOTE in self._users, deadline, ballot.able)
+                if agreed and able and ballot.adapter == adapter:
+                    using.callback(ballot.using.close)
                     self._users[me] = None
-                self._users.pop(_VOTE, None)
+                    self._users.pop(_VOTE, None)
+                else:
+                    self._end_vote()
                 self._notify()
+                if not able or ballot.adapter != adapter:
+                    raise VersionError(f"not all ranks of this replica serve {adapter}, or they use different adapters")
+            return self.version if adapter is None else ballot.version
         finally:
             with suppress(RuntimeError):  # another thread's
                 self._entering.release()
+
+    def _has_chosen(self, adapter: str | None, number: int) -> bool:
+        """Whether this rank can compute with the version that all have. If it is free, it holds that from then on."""
+        if adapter is not None and self._loras is not None and _VOTE in self._users:
+            try:
+                label = adapter_label(adapter.partition("@")[0], number)
+                self._ballot.version = self._ballot.using.enter_context(self._loras.using(label))
+            except VersionError:
+                return False
+        return True
+
+    def _end_vote(self) -> None:
+        self._ballot.using.close()
+        self._users.pop(_VOTE, None)
 
     def manifest(self) -> Manifest:
         """Return the manifest of the module's parameters, and of its persistent buffers if included."""

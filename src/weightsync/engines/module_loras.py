@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from weightsync.errors import ConfigurationError
 from weightsync.model import Manifest, TensorSpec, Version
-from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, check_extents, lora_modules, served_label
+from weightsync.model.lora import AdapterSpec, LoraSlots, adapter_label, check_extents, lora_modules, newest_label, served_label
 from weightsync.tensors.shards import dtype_name
 
 
@@ -130,8 +130,17 @@ class ModuleLoras:
                     if held.dropped and not held.users:
                         del self._held[label]
 
+    def newest(self, adapter: str | None) -> int:
+        """Return the number of the version that ``adapter`` is here, -1 if there is none, and 0 for no adapter."""
+        with self._lock:
+            label = None if adapter is None else newest_label(adapter, self._visible())
+        return 0 if adapter is None else -1 if label is None else int(label.rpartition("@")[2])
+
+    def _visible(self) -> dict[str, Version]:
+        return {label: held.version for label, held in self._held.items() if held.version is not None and not held.dropped}
+
     def _find(self, adapter: str) -> tuple[str, _HeldMatrices, Version]:
-        served = {label: held.version for label, held in self._held.items() if held.version is not None and not held.dropped}
+        served = self._visible()
         label = served_label(adapter, served)
         return label, self._held[label], served[label]
 

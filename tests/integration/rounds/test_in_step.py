@@ -64,3 +64,18 @@ def test_a_rank_that_gave_up_waiting_does_not_keep_the_other_from_its_pause(tmp_
         assert second.ask() == "paused"
         first.write()
         assert [first.exit_code(30), second.exit_code(30)] == [0, 0]
+
+
+def test_ranks_compute_with_the_same_version_of_an_adapter(tmp_path: Path) -> None:
+    """A version becomes visible on one rank before the other, and one pass computed with two versions."""
+    with ranks(2, "tests.integration.rounds.vote_ranks", tmp_path / "store", "adapters") as (first, second):
+        reports = [json.loads(process.line()) for process in (first, second)]
+        refused = "not all ranks of this replica serve {}, or they use different adapters".format
+        for report, mine in zip(reports, ("alice/math@2", "alice/math"), strict=True):
+            assert report["used"] == [
+                refused("alice/math"), 1, refused("alice/math@2"), 2, refused("alice/math@1"), 2, refused(mine),
+                refused("alice/math" if report is reports[0] else None), None,
+            ]  # fmt: skip
+            assert report["users"] == 0
+        assert [report["loras"] for report in reports] == [["alice/math@2"], ["alice/math@1", "alice/math@2"]]
+        assert [first.exit_code(30), second.exit_code(30)] == [0, 0]

@@ -112,11 +112,13 @@ def served_label(adapter: str, labels: Collection[str]) -> str:
     """Return :func:`newest_label`.
 
     Raises:
-        VersionError: There is none. The message names some of the ``labels``.
+        VersionError: There is none. The message names versions under the same name only: others are other tenants'.
     """
     label = newest_label(adapter, labels)
     if label is None:
-        raise VersionError(f"this engine does not serve {adapter}; it serves {few(sorted(labels)) or 'no adapter'}")
+        name = adapter.partition("@")[0]
+        versions = few(sorted(label for label in labels if label.startswith(f"{name}@")))
+        raise VersionError(f"this engine does not serve {adapter}; it serves {versions or f'no version of {name}'}")
     return label
 
 

@@ -220,7 +220,7 @@ def test_versions_are_served_by_name_and_by_number_and_a_request_keeps_its_own(s
         assert served.answer() == base
         adapters.retire("alice/math", keep=0)
         served.wait_until_held([])
-        assert "does not serve alice/math; it serves no adapter" in served.answer("alice/math")
+        assert "does not serve alice/math; it serves no version of alice/math" in served.answer("alice/math")
 
 
 def test_parts_of_stacked_layers_with_ranks_and_scalings_of_their_own(served: Served, trainer: Trainer, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_adapters_for_exactly_one_base_are_gone_with_it_and_others_stay(served: 
         assert served.answer("bob/strict") == served.answer("alice/kept")
         random_weights(served.state, 2)
         trainer.publish(timeout=60.0)
-        assert "does not serve bob/strict; it serves alice/kept@0" in served.answer("bob/strict")
+        assert "does not serve bob/strict; it serves no version of bob/strict" in served.answer("bob/strict")
         assert served.answer("alice/kept") == served.expected(matrices, 2.0)
         served.wait_until_held(["alice/kept@0"])
         kept.retire("alice/kept", keep=0)
@@ -384,7 +384,7 @@ def test_a_tokenizer_that_does_not_answer_fails_the_version_and_frees_it_later(s
         assert "SGLang's tokenizer did not answer for alice/late@0 within 1 s" in str(late.error)
         blocked.result(SECONDS)
         served.wait_until_held([])
-        assert "does not serve alice/late; it serves no adapter" in served.answer("alice/late")
+        assert "does not serve alice/late; it serves no version of alice/late" in served.answer("alice/late")
 
 
 def test_headers_that_ask_for_another_version_than_the_body_are_a_conflict(served: Served, trainer: Trainer) -> None:

@@ -28,7 +28,7 @@ class Owner:
         from weightsync.engines.vllm.served_loras import ServedLoras
 
         self.ranks: list[Any] = []
-        self._served = ServedLoras(SimpleNamespace(generate=None, encode=None, collective_rpc=self._ask))
+        self._served = ServedLoras(SimpleNamespace(generate=None, encode=None, collective_rpc=self._ask, add_lora=_take))
 
     async def _ask(self, method: str, args: tuple[str, int]) -> None:
         assert method == "weightsync_drop_lora"
@@ -141,6 +141,41 @@ def test_a_request_whose_version_was_retired_since_its_name_was_looked_up_is_an_
             [token async for token in engine.generate(lora_request=looked_up)]
 
     asyncio.run(served())
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "refused"),
+    [("alice/math@1", 7, True), ("alice/math", 7, True), ("carol/own", None, True), ("carol/own", 7, False)],
+)
+def test_another_client_cannot_load_an_adapter_in_the_place_of_a_version(name: str, number: int | None, refused: bool) -> None:
+    """vLLM's route loads it under the id that it finds by the name: a request for the label was answered by other weights."""
+    from weightsync.engines.vllm.served_loras import ServedLoras
+
+    taken: list[str] = []
+
+    async def take(request: Any) -> None:
+        taken.append(request.lora_name)
+
+    async def generate(*, lora_request: Any = None) -> AsyncIterator[str]:
+        yield lora_request.lora_name
+
+    async def served() -> None:
+        engine: Any = SimpleNamespace(generate=generate, encode=None, collective_rpc=_ask, add_lora=take)
+        loras = ServedLoras(engine)
+        await loras.add(LABEL)
+        own = loras.live[LABEL].lora_int_id
+        other = SimpleNamespace(lora_name=name, lora_int_id=number or own, lora_path="/adapters/own", load_inplace=True)
+        if not refused:
+            await engine.add_lora(other)
+            assert [token async for token in engine.generate(lora_request=other)] == [name]
+            return
+        with pytest.raises(ValueError, match="weightsync serves alice/math@1 here"):
+            await engine.add_lora(other)
+        with pytest.raises(ValueError, match="weightsync serves alice/math@1 here"):
+            [token async for token in engine.generate(lora_request=other)]
+
+    asyncio.run(served())
+    assert taken == [LABEL] + ["carol/own"] * (not refused)
 
 
 @pytest.mark.parametrize("retired", ["looked up", "between calls"])

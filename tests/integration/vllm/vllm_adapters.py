@@ -65,6 +65,7 @@ def play(directory: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with BackgroundServer(ServerSettings.load({}, port=0)) as coordinator:
         tell_environment(coordinator, directory)
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # for those of another client
         with serving(directory, 1, {}, (*FLAGS, "--served-model-name", "tiny", "org/tiny")) as server:
             asked = Asked(server.http)
             joined(coordinator, 1)
@@ -93,6 +94,8 @@ def play(directory: str) -> dict[str, Any]:
                 except RoundFailed as error:
                     seen["taken"] = str(error)
                 seen["base before"] = asked.raw("org/tiny", PROMPTS[0]).json()["model"]
+                seen["foreign"] = replaced(peft_model, asked, f"{directory}/foreign")
+                seen["kept"] = asked.tokens("alice/math@2") == (expected[2], "alice/math@2")
                 running: list[httpx.Response] = []
                 long = threading.Thread(target=lambda: running.append(asked.raw("alice/math", PROMPTS[0], 120)))
                 long.start()
@@ -130,6 +133,19 @@ def play(directory: str) -> dict[str, Any]:
             print("SEEN " + json.dumps(seen), flush=True)
             seen["update"] = update(peft_model, asked, at)
     return seen
+
+
+def replaced(peft_model: Any, asked: Asked, directory: str) -> list[list[Any]]:
+    """Another client loads an adapter from files under a label, and under its name: statuses, and whether the error says why."""
+    randomize(peft_model, 90)
+    peft_model.save_pretrained(directory)
+    answers = []
+    for name in ("alice/math@2", "alice/math", "dave/own"):
+        wish = {"lora_name": name, "lora_path": directory, "load_inplace": True}
+        answer = asked.http.post("/v1/load_lora_adapter", json=wish)
+        answers.append([answer.status_code, "weightsync serves alice/math@" in answer.text])
+    asked.http.post("/v1/unload_lora_adapter", json={"lora_name": "dave/own"}).raise_for_status()
+    return answers
 
 
 def update(peft_model: Any, asked: Asked, at: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,8 @@ class TokenizerLoras:
                 name = label = served_label(name, self.live)
             except VersionError as error:
                 raise ValueError(str(error)) from None
+            if getattr(self._manager.lora_registry.get_all_adapters().get(label), "lora_id", None) != self.live[label]:
+                raise ValueError(f"another client of SGLang has unloaded {label}")  # and may have loaded other weights under it
         check_adapter(label)
         return name
 

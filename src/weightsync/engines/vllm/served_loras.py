@@ -56,6 +56,17 @@ class ServedLoras:
         self._freeing: set[asyncio.Task[None]] = set()
         for method in ("generate", "encode"):
             setattr(engine, method, self._counting(getattr(engine, method)))
+        self._add, engine.add_lora = engine.add_lora, self._add_foreign
+
+    async def _add_foreign(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's
+        self._check_foreign(request)
+        return await self._add(request)
+
+    def _check_foreign(self, request: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Raise ValueError if another client's adapter would take the place of a version, as ``load_inplace`` does, or its name."""
+        for label, own in {**self._dropped, **self.live}.items():
+            if request.lora_int_id == own.lora_int_id or request.lora_name in (label, label.rpartition("@")[0]):
+                raise ValueError(f"weightsync serves {label} here: load your adapter under another name and id")
 
     def _counting(self, generate: Any) -> Any:  # noqa: ANN401 - vLLM's method
         @functools.wraps(generate)
@@ -65,6 +76,8 @@ class ServedLoras:
             check_adapter(label or None)
             if ours and not self._hold(label):  # retired since its name was looked up: the workers may have freed it
                 raise ValueError(f"{label} is not served any more")  # vLLM's server answers 400, and goes on with the connection
+            if lora_request is not None and not ours:
+                self._check_foreign(lora_request)
             self._uses[label] += ours
             try:
                 async for output in generate(*args, lora_request=lora_request, **kwargs):
@@ -104,7 +117,7 @@ class ServedLoras:
                 raise ConfigurationError(f"{name} is a model that vLLM was started with, or has loaded: choose another name")
         request = LoRARequest(lora_name=label, lora_int_id=next(self._ids), lora_path=f"{LORA_PATH}{label}/{uuid.uuid4().hex}")
         self._dropped[label] = request  # until every worker has it
-        await self._engine.add_lora(request)
+        await self._add(request)
         self.live[label] = self.requests[label] = self._dropped.pop(label)
         self._name_newest(label)
 

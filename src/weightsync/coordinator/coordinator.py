@@ -571,7 +571,7 @@ class Coordinator:
     async def aclose(self) -> None:
         """Cancel running work, which quarantines replicas in the middle of an update, and end all subscriptions. Idempotent."""
         self._closed = True
-        self._rendezvous.close()
+        self._rendezvous.fail(Aborted("the coordinator is closing"))
         self.attendance.close()
         self.loras.close()
         for task in self._tasks:

@@ -31,7 +31,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round_context import RoundContext
 from weightsync.coordinator.status import AdapterStatus
-from weightsync.errors import ConfigurationError, MembershipError, PeerLost, ProtocolError, WeightSyncError, readable
+from weightsync.errors import Aborted, ConfigurationError, MembershipError, PeerLost, ProtocolError, WeightSyncError, readable
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.model.lora import AdapterSpec, adapter_label, check_adapter_name
 from weightsync.protocol.lora_messages import HeldLora, LorasRefused, Retired, RetireLora
@@ -253,9 +253,21 @@ class Loras:
             record = self._record(adapter, link.rank.limits)
             start = partial(self._start, name)
             barrier = source.barriers[adapter] = PublishBarrier(
-                source.members, record.publications, start, adapter=adapter, counts=source.counts
-            )
+                source.members, record.publications, start, adapter=adapter, counts=source.counts,
+                check=partial(self._check_name, source, adapter),
+            )  # fmt: skip
         return barrier
+
+    def _check_name(self, source: _AdapterSource, adapter: str, member: str) -> None:
+        """Fail at once if other ranks of a source wait for this one under another name."""
+        for name, barrier in source.barriers.items():
+            if name != adapter and (others := barrier.waiting.keys() - {member}):
+                error = ConfigurationError(
+                    f"trainer ranks differ: {member} publishes {adapter}, {', '.join(sorted(others))} {name}. All ranks publish "
+                    "parts or copies of the same adapter; one that a rank publishes alone is Adapters(..., rank=0, world_size=1)"
+                )
+                barrier.fail(error, member)
+                raise error
 
     def _record(self, name: str, limits: str | None) -> AdapterName:
         if name not in self._names:
@@ -446,7 +458,7 @@ class Loras:
         """Fail pending publications."""
         for source in self._sources.values():
             for barrier in source.barriers.values():
-                barrier.close()
+                barrier.fail(Aborted("the coordinator is closing"))
 
 
 def _refused(spec: AdapterSpec, base: Version | None) -> bool:

@@ -138,7 +138,8 @@ class PublishBarrier:
     """Barrier that calls ``start`` once all trainer ranks have asked to publish the same number in the same way.
 
     A rank whose connection breaks keeps its place for :data:`RETURN_SECONDS`. It asks again when it has reconnected. Errors name
-    the ``adapter``, if it is one's versions that are published here. Barriers of the same ranks share their ``counts``.
+    the ``adapter``, if it is one's versions that are published here. Barriers of the same ranks share their ``counts``, and
+    ``check`` raises an error if a rank that enters cannot meet the others.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class PublishBarrier:
         waiting_for: Callable[[], str] = lambda: "",
         adapter: str = "",
         counts: PublishCounts | None = None,
+        check: Callable[[str], None] = lambda member: None,
     ) -> None:
-        self._members, self._adapter = members, adapter
+        self._members, self._adapter, self._check = members, adapter, check
         self._publications = publications
         self._start = start
         self._waiting_for = waiting_for
@@ -238,10 +240,11 @@ class PublishBarrier:
         else:
             self._keep_place(gathering, member, reason)
 
-    def close(self) -> None:
-        """Fail the pending publication."""
-        if self._gathering is not None:
-            self._fail(self._gathering, Aborted("the coordinator is closing"))
+    def fail(self, error: WeightSyncError, member: str = "") -> None:
+        """Fail the pending publication, of which ``member`` knows."""
+        if (gathering := self._gathering) is not None:
+            self._fail(gathering, error)
+            gathering.owed.pop(member, None)
 
     # Entering.
 
@@ -314,6 +317,10 @@ class PublishBarrier:
         gathering.number = number if gathering.number is None else gathering.number
         gathering.position = place.position or gathering.position
         gathering.places[member], gathering.reached[member] = place, place.session
+        try:
+            self._check(member)
+        except WeightSyncError as error:
+            self._refuse(gathering, member, place, error)
         return gathering
 
     def _in_step(self, gathering: _Gathering, member: str, number: int | None, place: _Arrival) -> _Gathering | None:

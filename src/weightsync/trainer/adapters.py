@@ -107,7 +107,8 @@ class Adapters(Closeable):
             longer (``"refuse"``).
         coordinator: URL, if ``base`` is no trainer; by default ``WEIGHTSYNC_COORDINATOR``.
         token: The coordinator's token.
-        rank: As for :class:`Trainer`; by default that of ``base``, like ``world_size``.
+        rank: As for :class:`Trainer`; by default that of ``base``, like ``world_size``. All ranks publish parts or copies of the
+            same adapter. One that this rank publishes alone has ``rank=0, world_size=1``.
         world_size: As for :class:`Trainer`.
         source: A name for these ranks, equal on all and used by no others; needed for several ranks if ``base`` is no trainer.
         dtype: As for :class:`Trainer`; ``torch.bfloat16`` halves adapters that are trained in float32.
@@ -145,8 +146,9 @@ class Adapters(Closeable):
         if isinstance(base, Trainer):
             environment = base.environment
             coordinator, token = environment["WEIGHTSYNC_COORDINATOR"], environment.get("WEIGHTSYNC_TOKEN")
-            rank, world_size = base.rank, base.world_size
-            source = source or f"{next(_numbers.setdefault(base, itertools.count(1)))}"
+            rank, world_size = base.rank if rank is None else rank, world_size or base.world_size
+            if world_size == base.world_size:  # otherwise a rank publishes its own
+                source = source or f"{next(_numbers.setdefault(base, itertools.count(1)))}"
         elif not source and (world_size or 1) > 1:
             raise ConfigurationError("several ranks that publish an adapter without a Trainer need a common name: give source=...")
         self._publisher = _AdapterPublisher.of(source or uuid.uuid4().hex)(
@@ -285,14 +287,25 @@ def _name(name: str) -> str:
     return f"{PREFIX}{match[1].removeprefix(PREFIX)}.{kind}" + ("" if "embedding" in kind else ".weight")
 
 
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether the base weights of an adapter are quantized, by Transformers or by layers of bitsandbytes."""
+    layers = any(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
+    return layers or getattr(model, "hf_quantizer", None) is not None
+
+
 def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of a model with PEFT's adapters without the adapters, by their names without PEFT.
 
     ``weightsync.Trainer(weightsync.base_weights(peft_model))`` publishes the base of its adapters.
 
     Raises:
-        ConfigurationError: An adapter is merged into the weights now. Engines would add it a second time.
+        ConfigurationError: The weights are quantized; or an adapter is merged into them, and engines would add it a second time.
     """
+    if is_quantized(model):
+        raise ConfigurationError(
+            "this model's base weights are quantized (QLoRA), and their bytes are not those of a checkpoint: let engines serve the "
+            "checkpoint, and publish the adapter alone, with Adapters(model, base=None)"
+        )
     for name, module in model.named_modules():
         if merged := getattr(module, "merged_adapters", None):
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from tests.virtual_time import virtual
 
 from weightsync.coordinator.agent_messages import answer_agent
 from weightsync.coordinator.ranks import AdapterRank
-from weightsync.errors import RoundFailed
+from weightsync.errors import ConfigurationError, RoundFailed, WeightSyncError
 from weightsync.model.lora import AdapterSpec, LoraConfig
 from weightsync.protocol.messages import Body, Offer, Traits
 from weightsync.trainer.requests import PublishRequests
@@ -45,11 +45,16 @@ class Publisher:
     async def call(self, body: Body, timeout: float) -> Body:
         raise AssertionError("no engine takes adapters, so none is placed")
 
-    def publish(self, name: str) -> asyncio.Task[None]:
+    def publish(
+        self,
+        name: str,
+        error: type[WeightSyncError] = RoundFailed,
+        why: str = "no engine that takes LoRA adapters is connected",
+    ) -> asyncio.Task[None]:
         async def publish() -> None:
             asked = structs.replace(self.requests.make(None, None, None), call=next(self.calls))
             spec = AdapterSpec(name, LoraConfig(2, 4.0), None, "keep")
-            with pytest.raises(RoundFailed, match="no engine that takes LoRA adapters is connected"):
+            with pytest.raises(error, match=why):
                 await answer_agent(self.world.coordinator, self.rank)(structs.replace(asked, adapter=spec), 30.0)
 
         return asyncio.ensure_future(publish())
@@ -78,3 +83,17 @@ async def test_a_rank_that_starts_after_the_coordinator_was_restarted_joins_the_
     first = Publisher(world, 0, count=5)
     second = Publisher(world, 1)
     await asyncio.gather(second.publish("a/x"), first.publish("a/x"))
+
+
+@virtual
+async def test_ranks_that_publish_under_different_names_hear_of_it_at_once() -> None:
+    """Each waited for the other until its deadline, and was told that the other did not call publish()."""
+    world, loop = World(), asyncio.get_running_loop()
+    first, second = (Publisher(world, rank) for rank in (0, 1))
+    for mine, other in (("a/x", "b/x"), ("b/x", "a/x"), ("a/x", "b/x")):
+        started, why = loop.time(), f"adapters:1/1 publishes {other}, adapters:1/0 {mine}. All ranks publish"
+        waiting = first.publish(mine, ConfigurationError, why)
+        await asyncio.sleep(1)
+        await asyncio.gather(second.publish(other, ConfigurationError, why), waiting)
+        assert loop.time() - started < 2
+        await asyncio.gather(first.publish(mine), second.publish(mine))

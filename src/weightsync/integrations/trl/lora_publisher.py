@@ -20,7 +20,7 @@ from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.launch import from_rank_zero
 from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
-from weightsync.trainer.adapters import Adapters, adapter_of
+from weightsync.trainer.adapters import Adapters, adapter_of, is_quantized
 from weightsync.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class LoraPublisher:
         """Publish the base, unless it is quantized: then its bytes are not the checkpoint's, which the server has loaded."""
         options, base = self._options, None
         with ExitStack() as owned:
-            if getattr(model, "hf_quantizer", None) is None:
+            if not is_quantized(model):
                 base = owned.enter_context(options.join(dict(base_parameters(model))))
                 result = base.publish(options.number(base), timeout=options.timeout)
                 if self._server is not None:

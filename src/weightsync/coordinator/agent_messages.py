@@ -149,7 +149,8 @@ def answer_agent(
             return messages.CountOn(others.count)
 
     async def answer(body: messages.Body, timeout: float) -> messages.Body:
-        if isinstance(rank, AdapterRank):
+        waits = isinstance(body, messages.WaitForReplicas)
+        if isinstance(rank, AdapterRank) and (rank.limits or not waits):  # what replicas lack is none of a tenant's business
             if isinstance(body, RetireLora):
                 rank.check(body.name)
             elif isinstance(body, messages.Publish | messages.CannotPublish):

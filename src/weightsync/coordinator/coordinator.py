@@ -306,7 +306,7 @@ class Coordinator:
             MembershipError: ``member`` is not a trainer rank, or waits too often already.
         """
         self._check_open()
-        link = self._members.trainers.get(member)
+        link = self._members.trainers.get(member) or self.loras.find(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot wait for replicas")
         return await self.attendance.wait(link, asked, RoundDeadline(timeout))

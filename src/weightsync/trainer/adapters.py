@@ -158,6 +158,15 @@ class Adapters(Closeable):
         with OnFailure(self._publisher.close):
             self._publisher.check_modules()
 
+    def wait_for_replicas(self, count: int = 1, timeout: float | None = None) -> tuple[str, ...]:
+        """Wait until ``count`` replicas have joined, and return their names. For a program without a :class:`Trainer`, which waits
+        as well. Not with a token that is limited to adapters.
+
+        Raises:
+            WeightSyncError: As :meth:`Trainer.wait_for_replicas` raises.
+        """
+        return self._publisher.wait_for_replicas(count, timeout)
+
     def publish(
         self, name: str, number: int | None = None, *, step: int | None = None, timeout: float | None = None
     ) -> RoundResult:

@@ -20,7 +20,7 @@ from weightsync import failpoints
 from weightsync.config import Secret, ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import Aborted, ConfigurationError, LoadError, ProtocolError, RoundFailed, VersionError, WeightSyncError
+from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, LoadError, ProtocolError, RoundFailed, VersionError, WeightSyncError
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, RoundResult, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots
@@ -196,6 +196,18 @@ class Fleet:
     def right(self, tensors: dict[str, torch.Tensor], scaling: float = 2.0) -> torch.Tensor:
         torch.manual_seed(3)
         return expected(self.base, tensors, scaling, torch.randn(5, 24))
+
+
+def test_a_program_without_a_trainer_waits_for_replicas(made: Made) -> None:
+    """Its first version failed if the engines were still loading."""
+    fleet = made(engines=1)
+    with fleet.elsewhere(fleet.trainer.version) as adapters, ThreadPoolExecutor(1) as other:
+        assert adapters.wait_for_replicas() == ("r0",)
+        with pytest.raises(DeadlineExceeded, match=r"2 replicas \(ready: r0\)"):
+            adapters.wait_for_replicas(2, timeout=0.2)
+        waiting = other.submit(adapters.wait_for_replicas, 2, 30.0)
+        fleet.join("r1")
+        assert waiting.result() == ("r0", "r1")
 
 
 def test_a_version_is_served_by_name_and_by_number(made: Made) -> None:

@@ -90,6 +90,11 @@ def test_it_admits_to_no_other_role(fleet: Fleet, of_alice: Secret) -> None:
             join()
 
 
+def test_it_does_not_hear_what_replicas_lack(alice: Adapters) -> None:
+    with pytest.raises(ProtocolError, match="may not send WaitForReplicas"):
+        alice.wait_for_replicas(timeout=10)
+
+
 def test_it_opens_no_route(fleet: Fleet, of_alice: Secret) -> None:
     where = Address.parse(fleet.server.url)
     only = r"admits to publishing the adapters alice/\* only"

@@ -159,8 +159,9 @@ class Adapters(Closeable):
             self._publisher.check_modules()
 
     def wait_for_replicas(self, count: int = 1, timeout: float | None = None) -> tuple[str, ...]:
-        """Wait until ``count`` replicas have joined, and return their names. For a program without a :class:`Trainer`, which waits
-        as well. Not with a token that is limited to adapters.
+        """Wait until ``count`` replicas have joined, and return their names.
+
+        For a program without a :class:`Trainer`, which waits as well. Not with a token that is limited to adapters.
 
         Raises:
             WeightSyncError: As :meth:`Trainer.wait_for_replicas` raises.

@@ -20,7 +20,16 @@ from weightsync import failpoints
 from weightsync.config import Secret, ServerSettings
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded, LoadError, ProtocolError, RoundFailed, VersionError, WeightSyncError
+from weightsync.errors import (
+    Aborted,
+    ConfigurationError,
+    DeadlineExceeded,
+    LoadError,
+    ProtocolError,
+    RoundFailed,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, RoundResult, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots

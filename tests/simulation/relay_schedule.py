@@ -103,6 +103,10 @@ class RelaySchedule(StoreSchedule):
         await asyncio.sleep(_LOOKING_SECONDS)
         self._check_relayed("at the end")
 
+    def _read_last(self) -> None:
+        if not self.world.unaware:
+            super()._read_last()
+
     async def end(self) -> None:
         self.world.over = True
         if self.world.home is not None:

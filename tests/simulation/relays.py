@@ -250,6 +250,8 @@ class RelayWorld(StoreWorld):
         """New epochs that the trainer has begun."""
         self.over = False
         """All leave."""
+        self.unaware = False
+        """A coordinator at home did not learn of the newest version in the store, so a later one may have a lower number."""
         self._before_epoch = 0
         self._contents: dict[str, int] = {}
 
@@ -291,6 +293,13 @@ class RelayWorld(StoreWorld):
             super().begin(coordinator)
         else:
             coordinator.ready.set()
+
+    async def _adopt(self, coordinator: CoordinatorProcess) -> None:
+        await super()._adopt(coordinator)
+        newest, known = self.newest(), coordinator.coordinator.stored.newest
+        if newest is not None and (known is None or known.version.order < newest.version.order):
+            self.unaware = True
+            self.seen["coordinator began without the newest stored version"] += 1
 
     def start_home(self) -> None:
         """A coordinator at home listens."""

@@ -179,7 +179,7 @@ class Relay(Closeable):
                     raise
                 failing = f"{type(error).__name__}: {error}{f' (version {self._tried})' if self._tried else ''}"
                 pause = min(2 * pause, max(self._interval, _LONGEST_PAUSE))
-            if failing != before:
+            if failing != before and not self._stop.is_set:  # what it was doing fails when it is closed
                 text = f"no newer version comes: {failing}. Next attempt in {pause:g} s" if failing else "versions come again"
                 level = (logging.WARNING if before else logging.ERROR) if failing else logging.INFO
                 _log.log(level, "store %s: %s", self._store.url, text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
 
-from weightsync.errors import StaleSource, TransportError
+from weightsync.errors import Aborted, StaleSource, TransportError
 from weightsync.store.catalog import load, manifest_path
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import StoredVersion
@@ -66,6 +66,21 @@ def test_a_forged_manifest_ends_no_relay_while_the_store_fails(tmp_path: Path, m
         following.between = [lambda: None]
         following.follow()
         assert following._published is not None and following._published[0].number == 0
+
+
+def test_a_relay_that_is_closed_says_of_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It announced a next attempt, as an error."""
+
+    class Closed(Relay):
+        def _publish(self, stored: StoredVersion, *_: object) -> None:
+            self._published = stored.version, 0
+            self.close()
+            raise Aborted("the link is closed")
+
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    Closed(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "").follow()
+    assert not lines(caplog, "ERROR", "")
 
 
 def test_each_version_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

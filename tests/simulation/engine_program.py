@@ -96,19 +96,19 @@ class Agreement:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.members: set[int] = set()
-        self._said: dict[int, list[bool]] = {}
+        self._answers: dict[int, list[Sequence[int]]] = {}
         self._all: dict[int, Event] = {}
 
-    def say(self, question: int, flag: bool) -> None:
+    def answer(self, question: int, parts: Sequence[int]) -> None:
         """Answer for one rank."""
-        said, everybody = self._said.setdefault(question, []), self._all.setdefault(question, Event())
-        said.append(flag)
-        if len(said) == self.ranks:
+        answers, everybody = self._answers.setdefault(question, []), self._all.setdefault(question, Event())
+        answers.append(parts)
+        if len(answers) == self.ranks:
             everybody.set()
 
-    def wait(self, question: int, seconds: float) -> bool | None:
-        """Whether all said yes; ``None`` if they have not all answered in time."""
-        return all(self._said[question]) if self._all[question].wait(seconds) else None
+    def wait(self, question: int, seconds: float) -> list[int] | None:
+        """The least of each part; ``None`` if they have not all answered in time."""
+        return [min(parts) for parts in zip(*self._answers[question], strict=True)] if self._all[question].wait(seconds) else None
 
 
 class _InStep(InStep):
@@ -119,12 +119,12 @@ class _InStep(InStep):
         self._agreement, self._question = agreement, 0
         agreement.members.add(rank)
 
-    def _ask(self, flag: bool, *_: object) -> int:
+    def _ask(self, answers: Sequence[int], deadline: Deadline, least: float) -> int:
         self._question += 1
-        self._agreement.say(self._question, flag)
+        self._agreement.answer(self._question, answers)
         return self._question
 
-    def _answer(self, asked: int, deadline: Deadline, least: float) -> bool:
+    def _answer(self, asked: int, deadline: Deadline, least: float) -> list[int]:
         threads().sleep(0.001)
         agreed = self._agreement.wait(asked, max(deadline.left, least) or deadline.remaining("waiting for the other ranks"))
         if agreed is None:

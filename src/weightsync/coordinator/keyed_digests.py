@@ -50,7 +50,7 @@ class KeyedDigester:
         self._version: Version | None = None
         self._kept: list[KeyedDigests] = []
         self._readers: set[str] = set()
-        """Replicas that took one of these."""
+        """Replicas that took one of these. The last one is left for others."""
 
     def has(self, version: Version | None) -> bool:
         """Whether digests of ``version`` are kept, or there is a trainer to ask."""
@@ -58,7 +58,7 @@ class KeyedDigester:
 
     @property
     def allows_repetition(self) -> bool:
-        """Whether a replica may take another of those that are kept: at least half of them are for others."""
+        """Whether a reader that failed may take another of those that are kept: at least half of them are for others."""
         return len(self._kept) > KEPT // 2
 
     async def draw(self, version: Version, deadline: RoundDeadline, reader: str) -> KeyedDigests:
@@ -70,7 +70,7 @@ class KeyedDigester:
         try:
             return await self._ask(version, RoundDeadline(deadline.remaining("a keyed digest") / 2))
         except WeightSyncError as error:
-            if self._version == version and self._kept and (reader not in self._readers or self.allows_repetition):
+            if self._version == version and self._kept and (reader not in self._readers or len(self._kept) > 1):
                 self._readers.add(reader)
                 return self._kept.pop()
             raise StaleSource(

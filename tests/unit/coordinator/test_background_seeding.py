@@ -90,16 +90,15 @@ async def test_a_replica_that_came_and_went_is_not_seeded_more_often_for_that() 
 
 
 @virtual
-async def test_a_replica_that_comes_and_goes_leaves_keyed_digests_to_others() -> None:
+async def test_a_replica_that_comes_and_goes_leaves_a_keyed_digest_to_others() -> None:
     world = await served()
     for _ in range(6):
         world.add_replica("flapping")
         await world.drain(1.0)
         world.engines["flapping/0"].disconnect()
-    for name in ("b", "c"):
-        world.add_replica(name)
-        await world.drain(1.0)
-    assert {name: world.states()[name] for name in "bc"} == {"b": ("loaded", 1), "c": ("loaded", 1)}
+    world.add_replica("b")
+    await world.drain(1.0)
+    assert world.states()["b"] == ("loaded", 1)
     world.check()
 
 

@@ -111,7 +111,7 @@ class Coordinator:
         """
         self._check_open()
         refused = {replica.name: replica.refusal for replica in self._members.replicas.values()}
-        self._rendezvous.joined(self._members.add_trainer(node))
+        self._rendezvous.join(node)
         self._publications.claim("trainer", node.rank.member, node.rank.hello.epoch or FIRST_EPOCH, node.rank.hello.published)
         self._publications.placed_before(node.rank.hello.order)
         version = node.rank.hello.version

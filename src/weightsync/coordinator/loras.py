@@ -96,7 +96,12 @@ class Loras:
         for name in ended[:-_REMEMBERED_SOURCES]:  # the ranks of the others may come back
             self._end_source(name)
         source = self._sources.setdefault(node.rank.hello.name, _AdapterSource(Membership(self._revoked)))
-        link = source.members.add_trainer(node)
+        try:
+            link = source.members.add_trainer(node)
+        except WeightSyncError:
+            for barrier in source.barriers.values():
+                barrier.proceed()
+            raise
         waiting = {member: asked for barrier in source.barriers.values() for member, asked in barrier.waiting.items()}
         source.counts.joined(link, source.members.trainers, waiting)
         return link

@@ -32,6 +32,8 @@ class Membership:
         """Number of ranks of the trainer that is connected, or was the last to be."""
         self.gone_trainers: dict[int, RankStatus] = {}
         """Trainer ranks whose connection ended other than on purpose and that have not come back."""
+        self.refused_trainers: dict[int, str] = {}
+        """Trainer ranks that are missing because they hold other tensors, until a publication that waits for them has failed."""
         self._lost: dict[str, Replica] = {}
         self._revoked: dict[str, None] = {} if revoked is None else revoked
         """SHA-256 hashes of revoked credentials and sessions, oldest first."""
@@ -91,7 +93,11 @@ class Membership:
                 )
             if theirs.windows != hello.windows:
                 raise MembershipError(f"{rank.member} and {other.member} of the trainer do not publish the same kind of stream")
-            other.rank.manifest.check_same(rank.manifest, f"{rank.member}, unlike {other.member},")
+            try:
+                other.rank.manifest.check_same(rank.manifest, f"{rank.member}, unlike {other.member},")
+            except ManifestMismatch as error:
+                self.refused_trainers[hello.rank] = str(error)
+                raise
         if held is not None:
             held.sever(_replaced(node))
             held.node.dismiss(_replaced(node))
@@ -101,6 +107,7 @@ class Membership:
             self.gone_trainers.clear()
         self.trainer_expected = hello.world_size
         self.gone_trainers.pop(hello.rank, None)
+        self.refused_trainers.pop(hello.rank, None)
         for replica in self.replicas.values():
             self._validate(replica)
         return link
@@ -188,6 +195,8 @@ class Membership:
         if trainer is not None and trainer.node is node:
             del self.trainers[member]
             trainer.sever(reason)
+            if not self.trainers:
+                self.refused_trainers.clear()
             if not clean:
                 self.gone_trainers[trainer.rank.hello.rank] = trainer.status(ended=time.time())
             elif not self.trainers and not self.gone_trainers:

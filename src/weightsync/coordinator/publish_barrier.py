@@ -11,11 +11,12 @@ from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import REMEDY, Epochs, Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
-from weightsync.coordinator.ranks import TrainerRank
+from weightsync.coordinator.ranks import RankNode, TrainerRank
 from weightsync.errors import (
     Aborted,
     ConfigurationError,
     DeadlineExceeded,
+    ManifestMismatch,
     MembershipError,
     PeerLost,
     RoundFailed,
@@ -89,7 +90,8 @@ class _Arrival:
 class _Gathering:
     """Ranks that want to publish one number, and the outcome."""
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, number: int | None, adapter: str) -> None:
+        self._adapter = adapter
         self.number = number
         """``None`` while every rank leaves the number to the coordinator."""
         self.position: _Position | None = None
@@ -106,7 +108,8 @@ class _Gathering:
     @property
     def what(self) -> str:
         """Description of the publication for messages."""
-        return "the next version" if self.number is None else f"version {self.number}"
+        of = self._adapter and f" of {self._adapter}"
+        return f"the next version{of}" if self.number is None else f"version {self.number}{of}"
 
     def same(self, number: int | None) -> bool:
         """Whether a rank that asks for ``number`` may join this publication."""
@@ -174,8 +177,13 @@ class PublishBarrier:
         sessions = ((member, link.rank.hello.session) for member, link in self._members.trainers.items())
         return self._gathering is None and not any(owed.get(member) == session for member, session in sessions)
 
-    def joined(self, link: RankHandle[TrainerRank]) -> None:
-        """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts."""
+    def join(self, node: RankNode[TrainerRank]) -> None:
+        """Add a trainer rank, as :meth:`Membership.add_trainer` does, and tell its process after which publication it starts."""
+        try:
+            link = self._members.add_trainer(node)
+        except ManifestMismatch:
+            self.proceed()
+            raise
         self._counting.joined(link, self._members.trainers, self.waiting)
 
     async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:
@@ -191,8 +199,7 @@ class PublishBarrier:
         if gathering is None:
             self._tell_failure(member, number, position)
             gathering = self._enter(member, number, place)
-        if gathering is self._gathering and not self._absent(gathering):
-            self._begin(gathering)
+        self.proceed()
         cancelled = True
         try:
             with reminding(lambda: self._remind(gathering, link)):
@@ -215,7 +222,7 @@ class PublishBarrier:
         earlier = _compare(position, None if gathering is None else gathering.position)
         if gathering is not None and earlier < 0:
             return  # the others are further, and learn from that that this rank missed one
-        failed = _Gathering(number)
+        failed = _Gathering(number, self._adapter)
         failed.position = position
         error = Aborted(f"{failed.what} was not published: {member} failed before it placed its shards: {reason}")
         if gathering is not None and earlier > 0:
@@ -239,6 +246,17 @@ class PublishBarrier:
             self._fail(gathering, PeerLost(f"{member} is gone ({reason}) while {gathering.what} was being published"))
         else:
             self._keep_place(gathering, member, reason)
+
+    def proceed(self) -> None:
+        """Begin the pending publication if all ranks have asked, or fail it if one of them was refused since the last one."""
+        gathering, refused = self._gathering, self._members.refused_trainers
+        if gathering is not None and not self._absent(gathering):
+            self._begin(gathering)
+        elif gathering is not None and refused:
+            for member in self._members.trainers:  # a process that joins instead of the refused one starts after this publication
+                self._counting[member].took_part = True
+            self._fail(gathering, ManifestMismatch(f"{gathering.what} was not published: {'; '.join(refused.values())}"))
+            refused.clear()
 
     def fail(self, error: WeightSyncError, member: str = "") -> None:
         """Fail the pending publication, of which ``member`` knows."""
@@ -289,7 +307,7 @@ class PublishBarrier:
         if gathering is not None:
             gathering = self._in_step(gathering, member, number, place)
         if gathering is None:
-            gathering = self._gathering = _Gathering(number)
+            gathering = self._gathering = _Gathering(number, self._adapter)
         if not gathering.same(number):
             present = ", ".join(gathering.places)
             differ = VersionError(

@@ -308,9 +308,9 @@ class Trainer(Closeable):
         Raises :class:`~weightsync.errors.VersionError` (published before, or other ranks publish another number),
         :class:`~weightsync.errors.ConfigurationError` (an invalid timeout, step or pause mode, or ranks whose pause modes differ),
         :class:`~weightsync.errors.Aborted` (after :meth:`close`, or another rank failed or was interrupted before all had called),
-        :class:`~weightsync.errors.PeerLost` (another rank is gone),
-        :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too long) and
-        :class:`~weightsync.errors.RoundFailed` when fewer replicas than the coordinator's policy requires took the version.
+        :class:`~weightsync.errors.PeerLost` (another rank is gone), :class:`~weightsync.errors.ManifestMismatch` (it was refused,
+        because it holds other tensors), :class:`~weightsync.errors.DeadlineExceeded` (a rank never came, or the round took too
+        long) and :class:`~weightsync.errors.RoundFailed` (fewer replicas than the coordinator's policy requires took the version).
         Replicas that failed never serve in between: see the result's ``replicas``.
         """
         with (

@@ -7,13 +7,14 @@ import itertools
 
 import pytest
 from msgspec import structs
-from tests.unit.coordinator.contents import MANIFEST
+from tests.unit.coordinator.contents import MANIFEST, SPECS
 from tests.unit.coordinator.fakes import TrainerProcess, World, world_of
 from tests.virtual_time import virtual
 
 from weightsync.coordinator.publish_barrier import RETURN_SECONDS, OutOfCount
 from weightsync.coordinator.ranks import TrainerRank
-from weightsync.errors import Aborted, DeadlineExceeded, VersionError, WeightSyncError
+from weightsync.errors import Aborted, DeadlineExceeded, ManifestMismatch, VersionError, WeightSyncError
+from weightsync.model import Manifest
 from weightsync.protocol.messages import Call, Publish, RoundResult, decode, encode
 from weightsync.trainer.requests import PublishRequests
 
@@ -188,6 +189,24 @@ async def test_a_rank_that_starts_late_does_not_join_a_later_publication() -> No
     with pytest.raises(WeightSyncError, match=r"trainer rank 1 \(not connected\) did not call publish"):
         await ask(world, 1, 1)
     assert await number_of(waits, ask(world, 1, 2)) == 0
+
+
+@virtual
+async def test_a_rank_with_other_tensors_fails_the_publication_of_all_others_at_once() -> None:
+    world = World()
+    world.add_trainer(0, 3)
+    world.add_trainer(1, 3)
+    waits = ask(world, 0, 1)
+    await asyncio.sleep(1)
+    with pytest.raises(ManifestMismatch):
+        world.add_trainer(2, 3, Manifest(SPECS[:2]))
+    for asked in (waits, ask(world, 1, 1)):
+        with pytest.raises(ManifestMismatch, match="the next version was not published: trainer/2, unlike trainer/0, does not"):
+            await asked
+    world.add_trainer(2, 3)
+    assert world.coordinator.link_of("trainer/2").count == 1
+    assert await number_of(*(ask(world, rank, 2) for rank in range(3))) == 0
+    assert asyncio.get_running_loop().time() < 5
 
 
 @virtual

@@ -251,7 +251,7 @@ class RelayWorld(StoreWorld):
         self.over = False
         """All leave."""
         self.unaware = False
-        """A coordinator at home did not learn of the newest version in the store, so a later one may have a lower number."""
+        """The store did not list its newest version when a coordinator at home started: a later one may have a lower number."""
         self._before_epoch = 0
         self._contents: dict[str, int] = {}
 
@@ -296,8 +296,9 @@ class RelayWorld(StoreWorld):
 
     async def _adopt(self, coordinator: CoordinatorProcess) -> None:
         await super()._adopt(coordinator)
-        newest, known = self.newest(), coordinator.coordinator.stored.newest
-        if newest is not None and (known is None or known.version.order < newest.version.order):
+        newest, stored = self.newest(), coordinator.coordinator.stored
+        behind = newest is not None and (stored.newest is None or stored.newest.version.order < newest.version.order)
+        if behind and stored.read is None:
             self.unaware = True
             self.seen["coordinator began without the newest stored version"] += 1
 

@@ -184,10 +184,10 @@ class StoreWorld(World):
 
     async def _adopt(self, coordinator: CoordinatorProcess) -> None:
         versions = coordinator.coordinator.stored
-        stored = await store_key.newest_stored(STORE_URL, RUN, versions)
-        if stored is not None:
-            versions.adopt(stored, STORE_URL)
-            self.seen["coordinator began with a stored version"] += 1
+        read = functools.partial(store_key.adopt_newest, STORE_URL, RUN, versions)
+        versions.read = read if await read() else None
+        self.seen["coordinator began with a stored version"] += versions.newest is not None
+        self.seen["coordinator began without the store"] += versions.read is not None
         coordinator.ready.set()
 
     def excuses(self, started: float) -> bool:

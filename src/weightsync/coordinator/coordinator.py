@@ -71,8 +71,7 @@ class Coordinator:
     def __init__(self, settings: RoundSettings, store_key: Callable[[], SigningKey] | None = None) -> None:
         self.settings = settings
         self._members = Membership()
-        self._publications = Publications()
-        self._feed = Feed()
+        self._publications, self._feed = Publications(), Feed()
         self._rendezvous = PublishBarrier(self._members, self._publications, self._start_publication, self._updating)
         self.attendance = Attendance(self._members)
         self.stored = StoredVersions(self._members, self._publications, store_key)
@@ -275,7 +274,7 @@ class Coordinator:
         the same result. Later re-seeding pauses as this publication does.
 
         Raises:
-            RoundFailed: An earlier coordinator was lost when some ranks had placed the version and others had not.
+            RoundFailed: An earlier coordinator was lost when only some ranks had placed the version, or the store cannot be read.
             VersionError: The number is not above the last one, or ranks ask for different numbers, steps or counts.
             ConfigurationError: Ranks ask for different pause modes.
             MembershipError: ``member`` is not a trainer rank.
@@ -284,6 +283,7 @@ class Coordinator:
         """
         self._check_open()
         limit = RoundDeadline(min(timeout, self.settings.timeout))
+        await self.stored.catch_up(limit)
         return await self._rendezvous.publish(member, asked, limit)
 
     def cannot_publish(self, member: str, number: int | None, reason: str, step: int | None = None, count: int = 0) -> None:

@@ -90,10 +90,11 @@ class Publications:
     def witness(self) -> str:
         """Engine rank that alone says that the newest version exists; empty if it was published here, or a trainer rank says so."""
         engines = self._claims["engine"]
-        return next((member for member, claimed in engines.items() if claimed == self.newest), "") if self._unsure else ""
+        return next((member for member, claimed in engines.items() if claimed == self.newest), "") if self.unsure else ""
 
     @property
-    def _unsure(self) -> bool:
+    def unsure(self) -> bool:
+        """Whether no version was published here, and no trainer rank, nor a stored version, says which was the last."""
         return self.own[1] < 0 and not self._claims["trainer"]
 
     def claim(self, role: Literal["trainer", "engine"], member: str, epoch: int, number: int) -> None:
@@ -105,7 +106,7 @@ class Publications:
         """
         if 0 <= number <= _MOST_CLAIMED_NUMBER and epoch <= _MOST_CLAIMED_EPOCH:
             self._claims[role][member] = epoch, number
-            if role == "trainer" or self._unsure:
+            if role == "trainer" or self.unsure:
                 self._look()
 
     def withdraw(self, member: str) -> None:
@@ -114,7 +115,7 @@ class Publications:
             self._look()
 
     def _look(self) -> None:
-        claims = self._claims["engine" if self._unsure else "trainer"]
+        claims = self._claims["engine" if self.unsure else "trainer"]
         self.newest = max((self.own, *claims.values()))
 
     def last_in(self, epoch: int) -> int:

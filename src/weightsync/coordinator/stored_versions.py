@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import Placement, Publications
 from weightsync.coordinator.rank_handle import RoundDeadline, bounded, in_thread
 from weightsync.coordinator.ranks import PublishingRank, TrainerRank
-from weightsync.errors import ConfigurationError, ProtocolError, StaleSource, VersionError, WeightSyncError
+from weightsync.errors import ConfigurationError, ProtocolError, RoundFailed, StaleSource, VersionError, WeightSyncError
 from weightsync.model import Version
 from weightsync.model.stored import StoredObject, StoredRank, VersionManifest
 from weightsync.protocol.messages import PROTOCOL, Body, Done, Hello, Host, Offer, Traits
@@ -69,6 +69,9 @@ class StoredVersions:
         """The newest version in the store, as far as this coordinator knows."""
         self.source: StoredSource | None = None
         """The same, to be read."""
+        self.read: Callable[[], Coroutine[None, None, str]] | None = None
+        """Adopts the newest version in the store, or returns why that cannot be read. ``None`` once it was, or without a store."""
+        self._reading: asyncio.Task[str] | None = None
 
     @cached_property
     def key(self) -> SigningKey:
@@ -76,6 +79,24 @@ class StoredVersions:
         if self._make_key is None:
             raise ConfigurationError("this coordinator has no key to sign stored versions with")
         return self._make_key()
+
+    async def catch_up(self, limit: RoundDeadline) -> None:
+        """Learn of the newest version in the store, if it was not read yet, and nothing else says which numbers were used.
+
+        Raises:
+            RoundFailed: It cannot be read.
+        """
+        if self.read is None or not self._publications.unsure:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(self.read())
+        await asyncio.wait([self._reading], timeout=limit.left)
+        if why := self._reading.result() if self._reading.done() else "it does not answer":
+            raise RoundFailed(
+                f"nothing was published: the number must be above those in the store, which cannot be read ({why}). Publish again "
+                "when it can be, or start the coordinator without WEIGHTSYNC_STORE"
+            )
+        self.read = None
 
     async def part(self, member: str, part: StorePart, limit: RoundDeadline) -> Body:
         """Take the part of a trainer rank, and wait for the others' as :class:`~weightsync.protocol.store_messages.StorePart` says.

@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -24,7 +25,7 @@ from weightsync.protocol.tokens import Secrets, TokenFile, check_bind, generate,
 from weightsync.server.accept_limiter import AcceptLimiter
 from weightsync.server.app import Service
 from weightsync.server.mounts import load_mounts
-from weightsync.server.store_key import newest_stored, store_key
+from weightsync.server.store_key import adopt_newest, store_key
 
 _log = logging.getLogger(__name__)
 
@@ -153,9 +154,9 @@ async def run_server(
         limiters = [AcceptLimiter(sock, service.asgi, settings, service.connections, context) for sock in listeners]
         try:
             await service.continue_rounds()
-            stored = None if settings.store is None else await newest_stored(settings.store, rounds.run, coordinator.stored)
-            if stored is not None:
-                coordinator.stored.adopt(stored, settings.store or "")
+            if settings.store is not None:
+                read = partial(adopt_newest, settings.store, rounds.run, coordinator.stored)
+                coordinator.stored.read = read if await read() else None
             for limiter in limiters:
                 limiter.open()
             if started is not None:

@@ -13,7 +13,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.protocol.tokens import kept_secret
 from weightsync.store.catalog import folder_of, newest
 from weightsync.store.objects import ObjectStore
-from weightsync.store.signing import SigningKey, StoredVersion, new_secret
+from weightsync.store.signing import SigningKey, new_secret
 
 _log = logging.getLogger(__name__)
 _SECONDS = 30.0
@@ -38,14 +38,18 @@ def kept_key(settings: ServerSettings, run: str) -> SigningKey | None:
     return store_key(settings, run) if settings.store_key is not None or (path is not None and path.exists()) else None
 
 
-async def newest_stored(url: str, run: str, versions: StoredVersions) -> StoredVersion | None:
-    """Return the newest version of the run in the store; ``None`` if there is none, or the store does not answer in time."""
+async def adopt_newest(url: str, run: str, versions: StoredVersions) -> str:
+    """Let ``versions`` know the newest version of the run in the store. Returns why that could not be read; empty if it was."""
     reading = in_daemon_thread(lambda: newest(ObjectStore(url), run, versions.key.public), "weightsync-store-newest")
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(reading), _SECONDS)
+        stored = await asyncio.wait_for(asyncio.wrap_future(reading), _SECONDS)
     except (WeightSyncError, TimeoutError) as error:
-        _log.warning("no replica can be updated from the store %s yet: %s", url, str(error) or "it does not answer")
-        return None
+        why = str(error) or "it does not answer"
+        _log.warning("no replica can be updated from the store %s yet: %s", url, why)
+        return why
+    if stored is not None and versions.newest is None:  # the trainer may have stored a later one since
+        versions.adopt(stored, url)
+    return ""
 
 
 def _path(settings: ServerSettings, run: str) -> Path | None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from weightsync import failpoints
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, StaleSource
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import StoredVersion, opened
 
@@ -77,12 +77,12 @@ def newest(store: ObjectStore, run: str, public: bytes) -> StoredVersion | None:
     """Return the newest version with a manifest that the run's key signed; ``None`` if there is none.
 
     Raises:
-        TransportError: The store cannot be listed.
+        TransportError: The store cannot be read.
     """
     for order in reversed(orders(store, run)):
         try:
             return load(store, run, order, public)
-        except WeightSyncError as error:
+        except (AuthenticationError, ProtocolError, StaleSource) as error:
             _log.warning("version %d of epoch %d in the store %s is passed over: %s", order[1], order[0], store.url, error)
     return None
 

@@ -14,7 +14,7 @@ from weightsync.config import ServerSettings
 from weightsync.coordinator import coordinator, keyed_digests
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
-from weightsync.errors import ConfigurationError, StaleSource, TransportError
+from weightsync.errors import ConfigurationError, RoundFailed, StaleSource, TransportError
 from weightsync.server.server import BackgroundServer
 from weightsync.store.catalog import load, manifest_path, newest, orders
 from weightsync.store.objects import ObjectStore
@@ -230,6 +230,30 @@ def test_a_coordinator_that_starts_knows_what_is_stored(where: Path, tmp_path: P
         with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
             assert trainer.last_version == 41  # the next one is above it
             assert trainer.publish().version.number == 42
+
+
+def test_a_coordinator_that_cannot_read_the_store_goes_on_below_none_of_its_versions(where: Path, tmp_path: Path) -> None:
+    trained = model()
+    settings = {"port": 0, "require": 0, "run": "kept", "state_dir": str(tmp_path / "state")}
+    with (
+        BackgroundServer(ServerSettings.load(**settings)) as server,
+        weightsync.Trainer(trained, server.url, token=server.token) as trainer,
+    ):
+        trainer.publish(41)
+    away = where.rename(tmp_path / "away")
+    where.write_text("no folder")
+    with BackgroundServer(ServerSettings.load(**settings)) as server:
+        where.unlink()
+        where.mkdir()  # the trainer can write here
+        (where / "kept").write_text("no folder")
+        with weightsync.Trainer(trained, server.url, token=server.token) as trainer:
+            with pytest.raises(RoundFailed, match="the number must be above those in the store, which cannot be read"):
+                trainer.publish()
+            (where / "kept").unlink()
+            (away / "kept").rename(where / "kept")
+            assert trainer.publish().version.number == 42
+            stored = trainer.wait_until_stored(SECONDS)
+            assert stored is not None and stored.number == 42
 
 
 def test_a_store_signed_by_another_key_seeds_nobody(where: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

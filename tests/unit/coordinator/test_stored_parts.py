@@ -1,4 +1,4 @@
-"""Holds which trainer ranks' parts make a stored version: those of the processes that placed it."""
+"""Which trainer ranks' parts make a stored version, and what a coordinator numbers that could not read the store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.virtual_time import virtual
 
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RoundDeadline
-from weightsync.errors import StaleSource
+from weightsync.errors import RoundFailed, StaleSource, VersionError
 from weightsync.model.stored import StoredObject
 from weightsync.protocol.messages import Body
-from weightsync.protocol.store_messages import SignedManifest, StorePart
+from weightsync.protocol.store_messages import STORE, SignedManifest, StorePart
 from weightsync.store.signing import SigningKey, new_secret
 
 CHAIN = (StoredObject("run/objects/x", "key", 10, 2, bytes(32)),)
@@ -57,3 +57,56 @@ async def test_a_new_process_has_no_part_in_what_the_old_one_placed() -> None:
     with pytest.raises(StaleSource, match="another process was trainer/1"):
         await part(world, 1)
     first.cancel()
+
+
+class _Unread:
+    """A store that could not be read when the coordinator started. Its newest version is ``number``."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number, self.why, self.reads = world, number, "it is full of bees", 0
+        world.coordinator.stored.read = self.read
+
+    async def read(self) -> str:
+        self.reads += 1
+        await asyncio.sleep(1)
+        if not self.why and self.number >= 0:
+            self.world.coordinator._publications.claim("trainer", STORE, 1, self.number)
+        return self.why
+
+
+@virtual
+async def test_nothing_is_numbered_before_the_newest_stored_version_is_known() -> None:
+    """The coordinator went on below it, and it stayed the newest for all who read the store."""
+    world = world_of(2, r=1)
+    store = _Unread(world, 7)
+    for reads in (1, 2):
+        with pytest.raises(RoundFailed, match=r"must be above those in the store, which cannot be read \(it is full of bees\)"):
+            await world.publish(1)
+        assert store.reads == reads  # for both ranks
+    with pytest.raises(RoundFailed, match="it does not answer"):
+        await world.publish(1, timeout=0.5)
+    store.why = ""
+    with pytest.raises(VersionError, match="the last one is 7"):
+        await world.publish(1)
+    assert (await world.publish(8)).ok
+    world.check()
+
+
+@virtual
+async def test_an_empty_store_is_read_once() -> None:
+    world = world_of(1, r=1)
+    store = _Unread(world, -1)
+    store.why = ""
+    assert (await world.publish(0)).ok
+    assert (await world.publish(1)).ok
+    assert store.reads == 1
+
+
+@virtual
+async def test_a_trainer_that_knows_the_last_version_waits_for_no_store() -> None:
+    world = World()
+    world.add_trainers(2, published=3)
+    world.add_replica("r")
+    store = _Unread(world, 3)
+    assert (await world.publish(4)).ok
+    assert store.reads == 0

@@ -510,6 +510,23 @@ def test_a_pipe_in_a_store_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert len(noticed) == 3
 
 
+def test_a_version_that_cannot_be_read_just_now_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one was taken for the newest, and numbers went on above that one."""
+    trainer = StoringTrainer(tmp_path, small_state())
+    trainer.publish(0)
+    trainer.publish(1)
+
+    def read(store: ObjectStore, path: str, first: int, last: int) -> memoryview:
+        if path == manifest_path(RUN, (1, 1)):
+            raise TransportError("the store is busy")
+        return real(store, path, first, last)
+
+    real = ObjectStore.read
+    monkeypatch.setattr(ObjectStore, "read", read)
+    with pytest.raises(TransportError, match="busy"):
+        newest(trainer.store, RUN, trainer.key.public)
+
+
 # Names.
 
 

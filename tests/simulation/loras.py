@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tests.simulation.threads import Thread, threads
 
+from weightsync.coordinator.loras import held_by
 from weightsync.engines.module_loras import ModuleLoras
 from weightsync.errors import VersionError
 from weightsync.model import Box, Manifest, TensorSpec, Version
@@ -172,7 +173,7 @@ class Loras:
             replica = control._members.replicas.get(engine.name)
             if engine.loras is None or not engine.alive or replica is None or not replica.complete:
                 continue
-            said = control.loras._held.get(engine.name, {}).keys()
+            said = held_by(replica).keys()
             visible, reported = self.visible(engine), engine.role.loras._served.keys()
             if not visible == said == reported:
                 world.violated("left", f"{engine} serves {sorted(visible)}, reports {sorted(reported)}; known {sorted(said)}")

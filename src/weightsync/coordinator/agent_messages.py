@@ -26,7 +26,6 @@ TRAINER = "trainer"
 _ADAPTERS = "adapters:"
 """Begins the names under which the ranks that publish LoRA adapters connect."""
 _MOST_RANKS = {"trainer": 1 << 16, "engine": 1 << 12, "adapters": 1 << 16}
-_MOST_OFFERS = 64
 _MOST_BUCKET = 1 << 40
 _DEFAULT_BUCKET = 256 << 20
 _LONGEST = 200
@@ -74,8 +73,6 @@ def rank_of(hello: messages.Hello, run: str, limits: str = "") -> TrainerRank | 
         raise ProtocolError(f"{hello.name} reports rank {hello.rank} of {hello.world_size}; at most {most:,} ranks are allowed")
     if not 0 <= hello.bucket_bytes <= _MOST_BUCKET:
         raise ProtocolError(f"{hello.name} asks for buckets of {hello.bucket_bytes} bytes; at most {_MOST_BUCKET} are allowed")
-    if len(hello.offers) > _MOST_OFFERS or len(hello.transports) > _MOST_OFFERS:
-        raise ProtocolError(f"{hello.name} lists more than {_MOST_OFFERS} transports")
     _check_texts(hello)
     member = f"{hello.name}/{hello.rank}"
     manifest = Manifest(hello.manifest)

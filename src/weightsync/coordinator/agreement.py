@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, in_thr
 from weightsync.coordinator.ranks import EngineRank, PublishingRank, check_digests
 from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.round_context import Engines, Trainers
-from weightsync.errors import DeadlineExceeded, PlanMismatch, ProtocolError, WeightSyncError, readable
+from weightsync.errors import DeadlineExceeded, PlanMismatch, WeightSyncError, readable
 from weightsync.model import Layout, Version
 from weightsync.protocol import messages
 from weightsync.protocol.messages import Body, Done, LetGo, OpenStream, Prepare, Prepared, Resume, Revert, Stage, Staged
@@ -108,22 +108,20 @@ def window_bytes_of(trainers: Trainers, engines: Engines) -> int:
     return min([largest, *(max(_LEAST_WINDOW, link.rank.hello.bucket_bytes) for link in engines.values())])
 
 
+@dataclass(eq=False)
 class PreparingAhead:
     """Prepares replicas for their next round while no round runs, and ends that when the trainer is gone.
 
-    ``running`` is held while a round runs. ``spawn`` starts a task that the coordinator keeps.
+    ``_running`` is held while a round runs. ``_spawn`` starts a task that the coordinator keeps.
     """
 
-    def __init__(
-        self,
-        members: Membership,
-        planner: Planner,
-        settings: RoundSettings,
-        running: asyncio.Lock,
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-    ) -> None:
-        self._members, self._planner, self._settings, self._running, self._spawn = members, planner, settings, running, spawn
-        self._left, self._letting_go = set[LetGo](), False
+    _members: Membership
+    _planner: Planner
+    _settings: RoundSettings
+    _running: asyncio.Lock
+    _spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    _left: set[LetGo] = field(default_factory=set)
+    _letting_go: bool = False
 
     def start(self, replica: Replica) -> None:
         """Prepare a replica now, if it is complete and the trainer is, and unless that goes on already."""
@@ -264,8 +262,6 @@ async def stage(
         staged = await _each(engines, asked, deadline)
         for member, answer in staged.items():
             check_digests(member, answer.digests, agreed.slices[member].layout.rows, "rows")
-            if answer.nbytes < 0:
-                raise ProtocolError(f"{member} staged {answer.nbytes} bytes")
         await in_thread("verifying what is staged", deadline, lambda: agreed.check(staged, placement.digests))
     except DeadlineExceeded:
         raise

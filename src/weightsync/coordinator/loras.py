@@ -19,12 +19,11 @@ from msgspec import structs
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator.adapter_names import AdapterName, AdapterNames
-from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.lora_round import LoraRound, ReplicaTurn, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
+from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier, PublishCounts
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, drop
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica
@@ -75,9 +74,6 @@ class Loras:
         self._planner = Planner(settings.plan_bytes)
         self._sources: dict[str, _AdapterSource] = {}
         self._names = AdapterNames()
-        self._revoked: dict[str, None] = {}
-        self._held: dict[str, dict[str, HeldLora]] = {}
-        """By replica, then by label."""
         self._reported: dict[str, dict[str, int]] = {}
         """By replica, then by name: the highest number that its ranks reported when it was whole."""
         self._turns: defaultdict[str, ReplicaTurn] = defaultdict(ReplicaTurn)
@@ -95,7 +91,7 @@ class Loras:
         ended = [name for name, source in self._sources.items() if not source.members.trainers]
         for name in ended[:-_REMEMBERED_SOURCES]:  # the ranks of the others may come back
             self._end_source(name)
-        source = self._sources.setdefault(node.rank.hello.name, _AdapterSource(Membership(self._revoked)))
+        source = self._sources.setdefault(node.rank.hello.name, _AdapterSource(Membership(self._members)))
         try:
             link = source.members.add_trainer(node)
         except WeightSyncError:
@@ -132,7 +128,7 @@ class Loras:
         that there is, so it stays as long as the ranks.
         """
         record = self._names.get(name)
-        if record is None or not record.over or any(self._numbers(replica, name) for replica in self._held):
+        if record is None or not record.over or any(self._numbers(replica, name) for replica in self._members.replicas.values()):
             return
         sources = [source for source in self._sources.values() if name in source.barriers]
         if all(each.barriers[name].idle and (record.retired >= 0 or each.members.world_size <= 1) for each in sources):
@@ -144,24 +140,18 @@ class Loras:
         """Handle of a connected rank that publishes adapters."""
         return next((link for source in self._sources.values() if (link := source.members.trainers.get(member))), None)
 
-    def revoke(self, link: RankHandle[Any]) -> None:
-        """Refuse the credential of a rank that publishes adapters from now on."""
-        self._sources[link.rank.hello.name].members.revoke(link)
-
     def replica_joined(self, replica: Replica) -> None:
         """All ranks of a replica are connected: learn what it serves, and bring it what it lacks."""
         reports, hellos = [link.loras for link in replica.links.values()], [link.rank.hello for link in replica.links.values()]
+        others = [held_by(other) for other in self._members.replicas.values() if other is not replica]
         self._withdraw(replica.name)
-        served: dict[str, HeldLora] = {}
         rest: defaultdict[str, list[int]] = defaultdict(list)
         for label, held in {label: held for report in reports for label, held in report.items()}.items():
             version = held.version
             published = self._record(version.run, None).publications.published.get(version.order, version)
-            served_here = (known[label].version for known in self._held.values() if label in known)
+            served_here = (known[label].version for known in others if label in known)
             other = any(known != version for known in (published, *served_here))
-            if not other and all(report.get(label) == held for report in reports):
-                served[label] = held
-            else:
+            if other or any(report.get(label) != held for report in reports):
                 rest[version.run].append(version.number)
                 why = "others serve, or were sent, with another digest" if other else "not all of its ranks have"
                 _log.warning("replica %s drops %s, which %s", replica.name, label, why)
@@ -171,11 +161,10 @@ class Loras:
             reported[name] = max(number, reported.get(name, -1))
         for name in reported.keys() & self._names.keys():
             self._claim(replica.name, name)
-        self._held[replica.name] = served
         self._drop(replica, rest)
         for name in rest:
             self._forget_unused(name)
-        for name in {held.version.run for held in served.values()}:
+        for name in {held.version.run for held in held_by(replica).values()}:
             self._drop_surplus(replica, name)
         self.bring_missing()
 
@@ -194,24 +183,23 @@ class Loras:
             for link in replica.links.values():
                 link.drops.put(name, numbers)
 
-    def _numbers(self, replica: str, name: str) -> list[int]:
+    def _numbers(self, replica: Replica, name: str) -> list[int]:
         """Versions of an adapter that a replica serves."""
-        return [held.version.number for held in self._held.get(replica, {}).values() if held.version.run == name]
+        return [held.version.number for held in held_by(replica).values() if held.version.run == name]
 
     def _drop_surplus(self, replica: Replica, name: str) -> None:
-        if surplus := self._names[name].surplus(self._numbers(replica.name, name)):
+        if surplus := self._names[name].surplus(self._numbers(replica, name)):
             self._drop(replica, {name: surplus})
 
     def _forget(self, replica: Replica, labels: Collection[str]) -> None:
         """Record that no rank of a replica serves these versions any more."""
-        for known in (self._held.get(replica.name, {}), *(link.loras for link in replica.links.values())):
-            for label in known.keys() & set(labels):
-                del known[label]
+        for link in replica.links.values():
+            for label in link.loras.keys() & set(labels):
+                del link.loras[label]
 
     def replica_left(self, replica: str) -> None:
         """A rank of a replica is gone."""
         self._withdrawn = {entry for entry in self._withdrawn if entry[0] != replica}
-        self._held.pop(replica, None)
         self._turns.pop(replica, None)
         self._withdraw(replica)
 
@@ -224,8 +212,7 @@ class Loras:
     def base_updated(self) -> None:
         """A round of the base weights ended: adapters that its ranks refuse from now on are not served, others may be missing."""
         for replica in self._members.replicas.values():
-            held = self._held.get(replica.name, {})
-            self._forget(replica, [label for label, lora in held.items() if _refused(lora.spec, replica.version)])
+            self._forget(replica, [label for label, lora in held_by(replica).items() if _refused(lora.spec, replica.version)])
         self.bring_missing()
 
     # Publishing.
@@ -333,7 +320,7 @@ class Loras:
             publications=record.publications, settings=structs.replace(self._settings, run=spec.name), deadline=deadline,
             grace=grace, emit=lambda event: None, exclude=lambda replica, why: None, pause_mode=self._settings.pause_mode,
             keyed=self._keyed, planner=self._planner, announced=partial(asyncio.sleep, 0), step=asked.step, calls=asked.calls,
-            left_out=() if seeding else [left_out(replica) for replica in self._members.left_out() if replica.name in self._held],
+            left_out=() if seeding else [left_out(replica) for replica in self._members.left_out() if replica.complete],
         )  # fmt: skip
         self._withdrawn -= {(replica.name, adapter_label(spec.name, asked.number)) for replica in replicas}
         turns = {replica.name: self._turns[replica.name] for replica in replicas}
@@ -355,16 +342,16 @@ class Loras:
     def _drop_others(self, published: Version) -> None:
         """Let replicas drop what they have brought from an earlier coordinator under the label of this version."""
         label = adapter_label(published.run, published.number)
-        for name, held in self._held.items():
-            if label in held and held[label].version != published:
+        for name, replica in self._members.replicas.items():
+            if (held := held_by(replica).get(label)) is not None and held.version != published:
                 _log.warning("replica %s drops %s, which was published with another digest since it joined", name, label)
-                self._drop(self._members.replicas[name], {published.run: [published.number]})
+                self._drop(replica, {published.run: [published.number]})
 
     def _registered(self, replica: Replica, version: Version, spec: AdapterSpec) -> None:
         label = adapter_label(version.run, version.number)
         if not _refused(spec, replica.version) and (replica.name, label) not in self._withdrawn:
-            for known in (self._held.setdefault(replica.name, {}), *(link.loras for link in replica.links.values())):
-                known[label] = HeldLora(version, spec)
+            for link in replica.links.values():
+                link.loras[label] = HeldLora(version, spec)
             self._drop_surplus(replica, version.run)  # what was retired and kept for lack of this one; or this one
 
     async def _retire(self, body: RetireLora, limit: RoundDeadline) -> Retired:
@@ -374,13 +361,13 @@ class Loras:
             return Retired(())
         if record is None:
             raise MembershipError(f"no version of {body.name} was published in this run")
-        held = {replica: numbers for replica in self._held if (numbers := self._numbers(replica, body.name))}
+        held = {replica: numbers for replica in self._members.replicas.values() if (numbers := self._numbers(replica, body.name))}
         known = {number for numbers in held.values() for number in numbers}
         if record.publications.own[1] >= 0 and (record.source or not body.keep):
             known.add(record.publications.own[1])  # which late replicas get, or what one that is away may bring
         if not record.retire(known, body.keep):
             return Retired(())
-        surplus = {self._members.replicas[replica]: record.surplus(numbers) for replica, numbers in held.items()}
+        surplus = {replica: record.surplus(numbers) for replica, numbers in held.items()}
         dropping = {replica: numbers for replica, numbers in surplus.items() if numbers}
         for replica, numbers in dropping.items():
             self._forget(replica, {adapter_label(body.name, number) for number in numbers})
@@ -415,7 +402,7 @@ class Loras:
         return [
             replica
             for replica in self._takers()
-            if replica.complete and label not in self._held.get(replica.name, {}) and takes(replica, spec, late=True)
+            if replica.complete and label not in held_by(replica) and takes(replica, spec, late=True)
         ]
 
     async def _bring_missing(self, tenant: str, replica: str) -> None:
@@ -447,13 +434,14 @@ class Loras:
 
     def status(self) -> tuple[AdapterStatus, ...]:
         """What is served, by name and number."""
-        loras = {label: lora for held in self._held.values() for label, lora in held.items()}
+        served = {name: held_by(replica) for name, replica in self._members.replicas.items()}
+        loras = {label: lora for held in served.values() for label, lora in held.items()}
         connected = {name for name, source in self._sources.items() if source.members.trainers}
         return tuple(
             AdapterStatus(
                 name=lora.version.run, version=lora.version.number, digest=lora.version.digest, rank=lora.spec.config.rank,
                 base=None if lora.spec.base is None else str(lora.spec.base),
-                replicas=tuple(sorted(replica for replica, held in self._held.items() if label in held)),
+                replicas=tuple(sorted(replica for replica, held in served.items() if label in held)),
                 published=lora.version.run in self._names and self._names[lora.version.run].source in connected,
             )
             for label, lora in sorted(loras.items(), key=lambda item: (item[1].version.run, item[1].version.number))
@@ -464,6 +452,11 @@ class Loras:
         for source in self._sources.values():
             for barrier in source.barriers.values():
                 barrier.fail(Aborted("the coordinator is closing"))
+
+
+def held_by(replica: Replica) -> dict[str, HeldLora]:
+    """Versions that a replica serves, by label. All its ranks have the same: from what they report, the rest is dropped."""
+    return next(iter(replica.links.values())).loras if replica.complete else {}
 
 
 def _refused(spec: AdapterSpec, base: Version | None) -> bool:

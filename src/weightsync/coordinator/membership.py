@@ -23,9 +23,9 @@ _REMEMBERED_REVOKED = 4096
 
 
 class Membership:
-    """The trainer's ranks and the replicas, by name. Several may share what is ``revoked``."""
+    """The trainer's ranks and the replicas, by name. What is revoked is shared with the members ``base``, if they are given."""
 
-    def __init__(self, revoked: dict[str, None] | None = None) -> None:
+    def __init__(self, base: Membership | None = None) -> None:
         self.trainers: dict[str, RankHandle[TrainerRank]] = {}
         self.replicas: dict[str, Replica] = {}
         self.trainer_expected = 0
@@ -35,7 +35,7 @@ class Membership:
         self.refused_trainers: dict[int, str] = {}
         """Trainer ranks that are missing because they hold other tensors, until a publication that waits for them has failed."""
         self._lost: dict[str, Replica] = {}
-        self._revoked: dict[str, None] = {} if revoked is None else revoked
+        self._revoked: dict[str, None] = {} if base is None else base._revoked
         """SHA-256 hashes of revoked credentials and sessions, oldest first."""
 
     @property

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Never
 
-from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.publications import REMEDY, Epochs, Publications
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline
@@ -34,6 +33,7 @@ _Position = tuple[bool, int, int]
 """Of a publication without a number: whether it has a step, the step, the count. Ordered where the first is equal."""
 
 _LAST_NUMBER = (1 << 63) - 1
+_MOST_CLAIMED_COUNT = 1 << 47
 _ANSWER_SECONDS = 1.0  # from the end of a round to the end of its publication, for the answers
 
 
@@ -75,10 +75,8 @@ class _Arrival:
     link: RankHandle[TrainerRank]
     deadline: RoundDeadline
     asked: Publish
-    position: _Position | None = None
-    """``None`` if it has a number, or counts nothing."""
     counted: _Position | None = None
-    """The same, also if it has a number."""
+    """``None`` if it counts nothing."""
     away: asyncio.TimerHandle | None = None
     """Timer that runs while the rank's connection is broken. When it fires, the other ranks stop waiting."""
 
@@ -86,12 +84,17 @@ class _Arrival:
     def session(self) -> str:
         return self.link.rank.hello.session
 
+    @property
+    def position(self) -> _Position | None:
+        """``None`` if it has a number, or counts nothing."""
+        return self.counted if self.asked.number is None else None
+
 
 class _Gathering:
     """Ranks that want to publish one number, and the outcome."""
 
     def __init__(self, number: int | None, adapter: str) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self.number = number
         """``None`` while every rank leaves the number to the coordinator."""
         self.position: _Position | None = None
@@ -108,7 +111,7 @@ class _Gathering:
     @property
     def what(self) -> str:
         """Description of the publication for messages."""
-        of = self._adapter and f" of {self._adapter}"
+        of = self.adapter and f" of {self.adapter}"
         return f"the next version{of}" if self.number is None else f"version {self.number}{of}"
 
     def same(self, number: int | None) -> bool:
@@ -137,6 +140,57 @@ class _Gathering:
         round_.add_done_callback(ended)
 
 
+@dataclass
+class Counted:
+    """What the process of a trainer rank has counted."""
+
+    session: str
+    start: int
+    """The publication after which it started."""
+    count: int
+    """The last one that it began."""
+    took_part: bool
+    """Whether a round of it has begun."""
+    elsewhere: bool
+    """Whether it placed versions for an earlier coordinator, which may have had them served."""
+    guessed: bool
+    """Whether it started when no connected rank knew the run's count."""
+
+    @property
+    def adrift(self) -> bool:
+        """Whether its count is still a guess."""
+        return self.guessed and not self.took_part
+
+
+class PublishCounts(dict[str, Counted]):
+    """The counts of one trainer's ranks, by member."""
+
+    def joined(self, link: RankHandle[TrainerRank], members: Collection[str], waiting: Mapping[str, Publish]) -> None:
+        """Tell a new process of a trainer rank, by ``link.count``, after which publication it starts.
+
+        It starts with other processes that have just started, if there are any. If it starts alone, it joins the others in the
+        publication in which they are ``waiting``, or in their next one.
+        """
+        hello, mine = link.rank.hello, self.get(link.member)
+        if mine is None or mine.session != hello.session:
+            present = {*members, *waiting} - {link.member}
+            others = {member: self[member] for member in present if member in self}
+            counting = {member for member, asked in waiting.items() if asked.step is None}
+            # An earlier process of this rank may have begun calls since they started: then they have gone on without it.
+            since = 0 if mine is None or mine.took_part else mine.count
+            new = [other for other in others.values() if not other.took_part and other.start >= since]
+            starts = [other.start for other in new] or [other.count - (member in counting) for member, other in others.items()]
+            guessed = not hello.count and (not others or any(other.guessed for other in new))
+            if hello.count:  # of an earlier coordinator; without an epoch it took part in nothing, and others may start with it
+                start = hello.count if hello.epoch else min(hello.start, hello.count)
+            else:
+                start = min(max(starts, default=0), _MOST_CLAIMED_COUNT)
+            begun = max(hello.count, start)
+            mine = self[link.member] = Counted(hello.session, start, begun, hello.epoch > 0, hello.epoch > 0, guessed)
+        link.count = mine.start
+
+
+@dataclass(eq=False)
 class PublishBarrier:
     """Barrier that calls ``start`` once all trainer ranks have asked to publish the same number in the same way.
 
@@ -145,25 +199,20 @@ class PublishBarrier:
     ``check`` raises an error if a rank that enters cannot meet the others.
     """
 
-    def __init__(
-        self,
-        members: Membership,
-        publications: Publications,
-        start: Callable[[AgreedPublication], asyncio.Task[RoundResult]],
-        waiting_for: Callable[[], str] = lambda: "",
-        adapter: str = "",
-        counts: PublishCounts | None = None,
-        check: Callable[[str], None] = lambda member: None,
-    ) -> None:
-        self._members, self._adapter, self._check = members, adapter, check
-        self._publications = publications
-        self._start = start
-        self._waiting_for = waiting_for
-        self.epochs = Epochs(publications)
-        self._gathering: _Gathering | None = None
-        self._running: _Gathering | None = None
-        self._failed: _Gathering | None = None
-        self._counting = PublishCounts() if counts is None else counts
+    _members: Membership
+    _publications: Publications
+    _start: Callable[[AgreedPublication], asyncio.Task[RoundResult]]
+    _waiting_for: Callable[[], str] = lambda: ""
+    adapter: str = ""
+    counts: PublishCounts = field(default_factory=PublishCounts)
+    check: Callable[[str], None] = lambda member: None
+    _gathering: _Gathering | None = field(default=None, init=False)
+    _running: _Gathering | None = field(default=None, init=False)
+    _failed: _Gathering | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Epochs are those of the publications."""
+        self.epochs = Epochs(self._publications)
 
     @property
     def waiting(self) -> dict[str, Publish]:
@@ -184,20 +233,18 @@ class PublishBarrier:
         except ManifestMismatch:
             self.proceed()
             raise
-        self._counting.joined(link, self._members.trainers, self.waiting)
+        self.counts.joined(link, self._members.trainers, self.waiting)
 
     async def publish(self, member: str, asked: Publish, deadline: RoundDeadline) -> RoundResult:
         """See :meth:`weightsync.coordinator.coordinator.Coordinator.publish`."""
         link = self._members.trainers.get(member)
         if link is None:
             raise MembershipError(f"{member} is not a trainer rank and cannot publish")
-        counted = self._counted(member, asked.step, asked.count)
-        position = counted if asked.number is None else None
-        place = _Arrival(link, deadline, asked, position, counted)
+        place = _Arrival(link, deadline, asked, self._counted(member, asked.step, asked.count))
         number = asked.placed if asked.placed >= 0 else asked.number
         gathering = self._asked_before(link, asked.call)
         if gathering is None:
-            self._tell_failure(member, number, position)
+            self._tell_failure(member, number, place.position)
             gathering = self._enter(member, number, place)
         self.proceed()
         cancelled = True
@@ -222,7 +269,7 @@ class PublishBarrier:
         earlier = _compare(position, None if gathering is None else gathering.position)
         if gathering is not None and earlier < 0:
             return  # the others are further, and learn from that that this rank missed one
-        failed = _Gathering(number, self._adapter)
+        failed = _Gathering(number, self.adapter)
         failed.position = position
         error = Aborted(f"{failed.what} was not published: {member} failed before it placed its shards: {reason}")
         if gathering is not None and earlier > 0:
@@ -254,7 +301,7 @@ class PublishBarrier:
             self._begin(gathering)
         elif gathering is not None and refused:
             for member in self._members.trainers:  # a process that joins instead of the refused one starts after this publication
-                self._counting[member].took_part = True
+                self.counts[member].took_part = True
             self._fail(gathering, ManifestMismatch(f"{gathering.what} was not published: {'; '.join(refused.values())}"))
             refused.clear()
 
@@ -277,7 +324,7 @@ class PublishBarrier:
     def _counted(self, member: str, step: int | None, count: int) -> _Position | None:
         """Which publication ``member`` asks for, or fails in, by its count."""
         if step is None:
-            self._counting[member].count = count
+            self.counts[member].count = count
         return (step is not None, step or 0, count) if count else None
 
     def _tell_failure(self, member: str, number: int | None, position: _Position | None) -> None:
@@ -307,7 +354,7 @@ class PublishBarrier:
         if gathering is not None:
             gathering = self._in_step(gathering, member, number, place)
         if gathering is None:
-            gathering = self._gathering = _Gathering(number, self._adapter)
+            gathering = self._gathering = _Gathering(number, self.adapter)
         if not gathering.same(number):
             present = ", ".join(gathering.places)
             differ = VersionError(
@@ -336,7 +383,7 @@ class PublishBarrier:
         gathering.position = place.position or gathering.position
         gathering.places[member], gathering.reached[member] = place, place.session
         try:
-            self._check(member)
+            self.check(member)
         except WeightSyncError as error:
             self._refuse(gathering, member, place, error)
         return gathering
@@ -380,9 +427,9 @@ class PublishBarrier:
             OutOfCount: ``member`` is one of them.
         """
         others = [rank for rank in gathering.places if rank != member]
-        mine, adrift = self._counting[member], [self._counting[rank].adrift for rank in others]
+        mine, adrift = self.counts[member], [self.counts[rank].adrift for rank in others]
         if mine.adrift and not all(adrift):
-            count = next(other.asked.count for rank, other in gathering.places.items() if not self._counting[rank].adrift)
+            count = next(other.asked.count for rank, other in gathering.places.items() if not self.counts[rank].adrift)
             if count != place.asked.count:
                 raise OutOfCount(count)
         if not mine.adrift and all(adrift):
@@ -401,14 +448,14 @@ class PublishBarrier:
     def _check_number(self, member: str, place: _Arrival, number: int | None) -> None:
         epoch = self.epochs.of(place.link.rank)
         last = -1 if epoch is None else self._publications.highest_in(epoch)
-        again = place.asked.version is not None and not self._adapter and (epoch, number) in self._publications.published
+        again = place.asked.version is not None and not self.adapter and (epoch, number) in self._publications.published
         if number is not None and number <= last - again:
-            what = f"{self._adapter}@{number} cannot be published" if self._adapter else f"{member} cannot publish version {number}"
+            what = f"{self.adapter}@{number} cannot be published" if self.adapter else f"{member} cannot publish version {number}"
             raise VersionError(f"{what}: the last one is {last}, and numbers only go up. {self._remedy}")
 
     @property
     def _remedy(self) -> str:
-        if self._adapter:
+        if self.adapter:
             return "publish() without a number takes the next one"
         witness = self._publications.witness
         only = f"Only {witness} reports it; if that cannot be, `weightsync revoke {witness}`. Else, " if witness else ""
@@ -422,15 +469,15 @@ class PublishBarrier:
             gathering.epoch = self.epochs.decide(ranks)
             last = self._publications.highest_in(gathering.epoch)
             if gathering.number is None:
-                before = [place.asked.above for member, place in gathering.places.items() if self._counting[member].elsewhere]
+                before = [place.asked.above for member, place in gathering.places.items() if self.counts[member].elsewhere]
                 gathering.number = max([last, *before]) + 1
             versions = {place.asked.version for place in gathering.places.values()}
-            version = versions.pop() if len(versions) == 1 and not self._adapter else None
+            version = versions.pop() if len(versions) == 1 and not self.adapter else None
             if version is not None and version.order != (gathering.epoch, gathering.number):
                 is_now = f"number {gathering.number} of epoch {gathering.epoch}"
                 raise VersionError(f"version {version} cannot be published: here it would be {is_now}. {self._remedy}")
             if not last - (version is not None) < gathering.number <= _LAST_NUMBER:
-                what = f"{self._adapter}@{gathering.number}" if self._adapter else f"version {gathering.number}"
+                what = f"{self.adapter}@{gathering.number}" if self.adapter else f"version {gathering.number}"
                 raise VersionError(f"{what} cannot be published: the last one is {last}. {self._remedy}")
             _check_placed(gathering)
         except (VersionError, RoundFailed) as error:
@@ -440,7 +487,7 @@ class PublishBarrier:
         if self._failed is not None:  # every rank has asked since, so none is left to hear of it
             self._failed.reached.clear()
         for member in gathering.places:
-            self._counting[member].took_part = True
+            self.counts[member].took_part = True
         limit = min((place.deadline for place in gathering.places.values()), key=lambda limit: limit.at)
         step = next((place.asked.step for place in gathering.places.values() if place.asked.step is not None), None)
         mode = next(iter(gathering.places.values())).asked.pause_mode

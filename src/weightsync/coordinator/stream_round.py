@@ -52,8 +52,8 @@ class WindowFlow:
         self._early: dict[int, WindowPlaced] = {}
         self._needed = dict.fromkeys(replicas, -1)  # before a replica is ready for window 0
         self._in_step = in_step
-        self._ended = False
         self._windows: int | None = None
+        """All windows of the stream, once a rank has said how many there are."""
         self._news = asyncio.Event()
 
     @property
@@ -96,11 +96,6 @@ class WindowFlow:
         self._windows = windows
         self._changed()
 
-    def end(self) -> None:
-        """No more windows come."""
-        self._ended = True
-        self._changed()
-
     def took(self, replica: str, windows: int) -> None:
         """A replica is ready for window number ``windows``, and needs none before it any more."""
         self._needed[replica] = windows
@@ -113,7 +108,7 @@ class WindowFlow:
 
     async def get(self, number: int, deadline: RoundDeadline) -> WindowPlaced | None:
         """Wait for window ``number``; ``None`` once the stream has ended before it."""
-        await self._until(lambda: number < len(self.placed) or self._ended, f"waiting for window {number}", deadline)
+        await self._until(lambda: number < len(self.placed) or self._beyond(number), f"waiting for window {number}", deadline)
         return self.placed[number] if number < len(self.placed) else None
 
     async def turn(self, number: int, deadline: RoundDeadline) -> None:
@@ -193,7 +188,6 @@ async def _place(flow: WindowFlow, context: RoundContext) -> tuple[Placement, fl
     sessions = {member: link.rank.hello.session for member, link in context.trainers.items()}
     placement = Placement(version, totals, sessions, live=True)
     context.publications.hold(placement)
-    flow.end()
     context.publications.windows.end(windows)
     limit.remaining("ending the stream")
     return placement, asyncio.get_running_loop().time() - started

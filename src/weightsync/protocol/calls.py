@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -27,6 +28,7 @@ _NOTICE_CHARS = 4000
 _MOST_SECONDS = 7 * 86400.0
 
 
+@dataclass(eq=False)
 class Calls:
     """Calls of one connection.
 
@@ -37,20 +39,15 @@ class Calls:
     ``peer`` names the other side in traces. ``on_answer`` is called for each request that was handled.
     """
 
-    def __init__(
-        self,
-        send: Callable[[Frame], Awaitable[None]],
-        handle: Callable[[Body, float], Awaitable[Body]],
-        on_progress: Callable[[int], None] | None = None,
-        on_notice: Callable[[str], None] | None = None,
-        peer: str = "",
-        on_answer: AnswerWatcher | None = None,
-    ) -> None:
-        self._send = send
-        self._peer, self._on_answer = peer, on_answer
-        self._handle = handle
-        self._on_progress = on_progress
-        self._on_notice = on_notice
+    send: Callable[[Frame], Awaitable[None]]
+    handle: Callable[[Body, float], Awaitable[Body]]
+    on_progress: Callable[[int], None] | None = None
+    on_notice: Callable[[str], None] | None = None
+    peer: str = ""
+    on_answer: AnswerWatcher | None = None
+
+    def __post_init__(self) -> None:
+        """No call is under way."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Body]] = {}
         self._followed: dict[int, tuple[spans.Tracer, float]] = {}
@@ -91,7 +88,7 @@ class Calls:
             if self._returned is not None and not self._answered():
                 self._returned.set()
             if tracer is not None and self._followed.pop(number, None) is not None:
-                tracer.unanswered(self._peer, type(body).__name__, sent, asyncio.get_running_loop().time())
+                tracer.unanswered(self.peer, type(body).__name__, sent, asyncio.get_running_loop().time())
             answered = answered or (answer.done() and not answer.cancelled())
             if answer.done() and not answer.cancelled():
                 answer.exception()  # mark as retrieved: the call may have ended otherwise
@@ -125,12 +122,10 @@ class Calls:
                     handler.cancel()
                     self._keep(handler)
             case Progress(nbytes=nbytes):
-                if nbytes < 0:
-                    raise ProtocolError(f"received a progress of {nbytes} bytes; it must not be negative")
-                if self._on_progress is not None:
-                    self._on_progress(nbytes)
-            case Notice(text=text) if self._on_notice is not None:
-                self._on_notice(text)
+                if self.on_progress is not None:
+                    self.on_progress(nbytes)
+            case Notice(text=text) if self.on_notice is not None:
+                self.on_notice(text)
             case _:
                 raise ProtocolError(f"a {type(frame).__name__} frame is not allowed after the handshake")
 
@@ -172,7 +167,7 @@ class Calls:
         timing = frame.timing
         if tracer is not None and timing is not None:
             arrived = asyncio.get_running_loop().time()
-            tracer.answered(self._peer, sent, timing.received, timing.answered, arrived, timing.spans)
+            tracer.answered(self.peer, sent, timing.received, timing.answered, arrived, timing.spans)
 
     def _begin(self, call: Call) -> None:
         if call.id in self._handlers:
@@ -188,11 +183,11 @@ class Calls:
         scope = asyncio.timeout(call.timeout + _ANSWER_SECONDS / 2)  # the handler's own deadline comes first; its error says more
         frame: Answer | Failure
         received = spans.now()
-        recorder = spans.SpanRecorder() if call.trace or self._on_answer is not None else None
+        recorder = spans.SpanRecorder() if call.trace or self.on_answer is not None else None
         try:
             with spans.recording(recorder), spans.joining(call.trace):
                 async with scope:
-                    frame = Answer(call.id, await self._handle(call.body, call.timeout))
+                    frame = Answer(call.id, await self.handle(call.body, call.timeout))
         except asyncio.CancelledError:
             if task is None or task.cancelling():
                 raise  # withdrawn or closed: no caller waits
@@ -210,8 +205,8 @@ class Calls:
                 del self._handlers[call.id]
         if recorder is not None:
             done = recorder.spans()
-            if self._on_answer is not None:
-                self._on_answer(call.body, frame, spans.now() - received, done)
+            if self.on_answer is not None:
+                self.on_answer(call.body, frame, spans.now() - received, done)
             if call.trace:
                 frame = msgspec.structs.replace(frame, timing=Timing(received, spans.now(), done))
         if task is not None and self._closed is None:
@@ -220,7 +215,7 @@ class Calls:
 
     async def _put(self, frame: Frame) -> None:
         try:
-            await self._send(frame)
+            await self.send(frame)
         except WeightSyncError:
             raise
         except (TypeError, ValueError, OverflowError) as error:

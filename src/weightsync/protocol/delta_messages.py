@@ -59,7 +59,7 @@ class Staged(Message, frozen=True):
     changes will add to them.
     """
 
-    nbytes: int
+    nbytes: Number
     digests: bytes
 
 

@@ -558,7 +558,7 @@ class Cancel(Message, frozen=True):
 class Progress(Message, frozen=True):
     """An engine rank has ``nbytes`` of the running move in place."""
 
-    nbytes: int
+    nbytes: Number
 
 
 class Notice(Message, frozen=True):

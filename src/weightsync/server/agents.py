@@ -23,7 +23,7 @@ from weightsync.deadline import within
 from weightsync.errors import PeerLost, ProtocolError, WeightSyncError, readable, to_wire
 from weightsync.protocol.calls import Calls
 from weightsync.protocol.endpoint import FRAME_LIMIT_HEADER, SUBPROTOCOL
-from weightsync.protocol.messages import Answer, Body, Confirmed, Failure, Frame, Hello, Refused, Welcome, decode, encode
+from weightsync.protocol.messages import Body, Confirmed, Frame, Hello, Refused, Welcome, decode, encode
 from weightsync.server.problems import problem
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class AgentSockets:
         self._closing = reason
         async with _at_most(self._settings.shutdown_seconds):
             for connection in list(self._welcomed):
-                await connection.answered.wait()
+                await connection.calls.drained()
         tasks = list(self._connections)
         for socket in list(self._connections.values()):
             await _close(socket, CloseCode.GOING_AWAY, reason)
@@ -165,10 +165,6 @@ class _Connection:
         self._task = asyncio.current_task()
         self.dismissed: str | None = None
         """Why this connection is being ended by the coordinator; nothing that still comes over it counts."""
-        self._owed = 0
-        self.answered = asyncio.Event()
-        """Set while the agent waits for no answer."""
-        self.answered.set()
         self.said_goodbye = False
         """Whether the agent closed the connection on purpose, as its ``close()`` does."""
 
@@ -187,28 +183,12 @@ class _Connection:
         """What the agent asks of the coordinator."""
         if self.dismissed is not None:
             raise PeerLost(f"{self._member}: {self.dismissed}")
-        self._owe(1)
-        try:
-            return await self._answer(body, timeout)
-        except asyncio.CancelledError:  # withdrawn: no answer follows
-            self._owe(-1)
-            raise
-
-    def _owe(self, change: int) -> None:
-        self._owed += change
-        if self._owed:
-            self.answered.clear()
-        else:
-            self.answered.set()
+        return await self._answer(body, timeout)
 
     async def send(self, frame: Frame) -> None:
         """Raises :class:`~weightsync.errors.PeerLost` if the agent is gone."""
-        try:
-            await self._welcomed.wait()  # a call's own deadline bounds this
-            await self._put(frame)
-        finally:
-            if isinstance(frame, Answer | Failure):
-                self._owe(-1)
+        await self._welcomed.wait()  # a call's own deadline bounds this
+        await self._put(frame)
 
     async def _put(self, frame: Frame) -> None:
         try:

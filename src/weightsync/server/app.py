@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
@@ -337,33 +338,29 @@ def operators_only(endpoint: Callable[[Request], Awaitable[Response]]) -> Callab
     return answer
 
 
+@dataclass(eq=False)
 class TokenAdmission:
     """Refuses requests without a secret or a proof of it, except for public paths; also for routes that do not exist.
 
     Puts the kind of the secret into the scope, for :func:`operators_only`. What admits to the metrics admits to nothing else.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        secrets: Secrets,
-        challengers: Mapping[SecretKind, Challenger],
-        connections: Connections,
-        public: frozenset[str] = _PUBLIC,
-    ) -> None:
-        self._public = public
-        self._app, self._secrets, self._challengers, self._connections = app, secrets, challengers, connections
+    app: ASGIApp
+    secrets: Secrets
+    challengers: Mapping[SecretKind, Challenger]
+    connections: Connections
+    public: frozenset[str] = _PUBLIC
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is admitted."""
         if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        public = scope["type"] == "http" and scope["path"] in self._public
+        public = scope["type"] == "http" and scope["path"] in self.public
         holder, answer, adapters = self._admits(given[0].decode("latin-1"), scope) if len(given) == 1 else (None, "", "")
         if holder is not None:
-            self._connections.proved(scope.get(TRANSPORT))
+            self.connections.proved(scope.get(TRANSPORT))
             send = _with(send, ANSWER_HEADER, answer) if answer else send
             only, path = ("/metrics", "/metrics") if holder == "metrics" else (f"publishing the adapters {adapters}", AGENTS_PATH)
             if (holder == "metrics" or adapters) and not public and scope["path"] != path:
@@ -371,13 +368,13 @@ class TokenAdmission:
                     scope, receive, _last(send)
                 )
                 return
-            await self._app({**scope, _HOLDER: (holder, self._challengers), ADAPTERS: adapters}, receive, send)
+            await self.app({**scope, _HOLDER: (holder, self.challengers), ADAPTERS: adapters}, receive, send)
             return
         if public:
             # A client that asks for a challenge proves the token on the same connection next. A body is not read.
             asks = scope["method"] == "GET" and scope["path"] == CHALLENGE_PATH
-            stays = asks and self._connections.may_stay(scope.get(TRANSPORT))
-            await self._app(scope, receive, send if stays else _last(send))
+            stays = asks and self.connections.may_stay(scope.get(TRANSPORT))
+            await self.app(scope, receive, send if stays else _last(send))
             return
         why = "this needs the token"
         if given:
@@ -392,12 +389,12 @@ class TokenAdmission:
         With it the patterns of a token that is limited to publishing adapters; empty for any other.
         """
         for kind in _KINDS:
-            secret = getattr(self._secrets, kind)
+            secret = getattr(self.secrets, kind)
             if secret is not None and matches(header, secret):
                 return kind, "", ""
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = f"{scope.get('method', 'GET')} {target.decode('latin-1')}"
-        for kind, challenger in self._challengers.items():
+        for kind, challenger in self.challengers.items():
             answer = challenger.admits(header, request)
             if answer is not None:
                 return kind, *answer

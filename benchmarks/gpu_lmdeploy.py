@@ -143,7 +143,7 @@ def answers(client, prompts):
 
 def client_of(port):
     """A client of the server, with a group for the GPUs that are here."""
-    from weightsync.external.clients.lmdeploy import LMDeployClient
+    from weightsync_disaggregated.clients.lmdeploy import LMDeployClient
 
     count = torch.cuda.device_count()
     device = torch.device("cuda", count - 1) if count > 1 else None
@@ -167,9 +167,9 @@ def update(client, buckets):
 
 def buckets_of_model(model, nbytes):
     """The parameters, in buckets in host memory."""
-    from weightsync.external.checkpoint_files import buckets_of
-    from weightsync.external.clients.base import Bucket
     from weightsync.tensors.shards import manifest_of
+    from weightsync_disaggregated.buckets import buckets_of
+    from weightsync_disaggregated.clients.base import Bucket
 
     weights = {name: value.detach().cpu().contiguous() for name, value in model.named_parameters()}
     return [
@@ -182,7 +182,7 @@ def refused(client, bucket):
     """What LMDeploy says to a tensor that it does not have. The group can be used afterwards."""
     from weightsync.deadline import Deadline
     from weightsync.errors import LoadError
-    from weightsync.external.clients.base import Bucket
+    from weightsync_disaggregated.clients.base import Bucket
 
     wrong = [msgspec.structs.replace(bucket.specs[0], name="model.elsewhere.weight"), *bucket.specs[1:]]
     try:
@@ -219,9 +219,9 @@ def check_tiny(log, port):
 
 def measure(name, rounds, log, port, bucket_bytes):
     from weightsync.deadline import Deadline
-    from weightsync.external.checkpoint_files import buckets_of
-    from weightsync.external.clients.base import Bucket
     from weightsync_bench.gpu_job import manifest_for
+    from weightsync_disaggregated.buckets import buckets_of
+    from weightsync_disaggregated.clients.base import Bucket
 
     manifest = manifest_for(name)
     parts = buckets_of(manifest, bucket_bytes)

@@ -18,13 +18,14 @@ import msgspec
 from weightsync.config import ClientSettings, Secret
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, WeightSyncError, to_wire
-from weightsync.external.clients import sglang
-from weightsync.external.clients import weightsync as own
-from weightsync.external.clients.http import EngineHttp, GroupSpec, HttpCall, destroy_group, init_group
+from weightsync.external.clients.http import EngineHttp, HttpCall
 from weightsync.model import PauseMode, TensorSpec
 from weightsync_callbacks.broker import Answered, Name, Order
 from weightsync_callbacks.mail import follow_signals, follower_http, request_until
 from weightsync_callbacks.mailbox import Signal
+from weightsync_disaggregated.clients import sglang
+from weightsync_disaggregated.clients import weightsync as own
+from weightsync_disaggregated.clients.bodies import GroupSpec, destroy_group, init_group
 
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 30.0
@@ -104,7 +105,7 @@ class UpdateServers:
     Args:
         servers: Servers by replica name.
         token: API key of the servers.
-        kind: Routes of the servers: ``weightsync`` (:mod:`weightsync.external`) or ``sglang``.
+        kind: Routes of the servers: ``weightsync`` (:mod:`weightsync_disaggregated`) or ``sglang``.
         checkpoints: Absolute path, as the servers see it, below which they may load checkpoints. ``None`` forbids all.
 
     Raises:

@@ -142,10 +142,12 @@ def demo(
     python -m examples.demo --store versions --kill-trainer
     ```
     """
-    missing = next((name for name in ("transformers", "tokenizers", "safetensors") if find_spec(name) is None), None)
+    needed = ("transformers", "tokenizers", "safetensors", "weightsync_disaggregated")
+    missing = next((name for name in needed if find_spec(name) is None), None)
     if missing:  # the processes that it starts import them
         raise ConfigurationError(
-            f"the demo needs {missing!r}, which is not installed: pip install '.[demo]' in a clone of weightsync"
+            f"the demo needs {missing!r}, which is not installed: pip install '.[demo]' ./disaggregated-updates in a clone of "
+            "weightsync"
         )
     from examples.demo.main import run
     from examples.demo.settings import Settings

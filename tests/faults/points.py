@@ -136,6 +136,6 @@ UPDATE_POINTS = (
     "updates.destroy",
     "rank.received.leavegroup",
 )
-"""Points of an update from outside (``weightsync.external``), at the server's front and its engine ranks. ``updates.abort`` and
-``rank.received.quarantine`` exist too, but only a failure reaches them.
+"""Points of an update from outside (``weightsync_disaggregated``), at the server's front and its engine ranks.
+``updates.abort`` and ``rank.received.quarantine`` exist too, but only a failure reaches them.
 """

@@ -32,6 +32,7 @@ from tests.faults.stage import Tally
 from tests.faults.weights import MANIFEST, Weights, fill
 from tests.processes import ChildProcess
 
+import weightsync_disaggregated
 from weightsync import external, failpoints
 from weightsync.engine import session_front
 from weightsync.model import Version
@@ -149,7 +150,8 @@ def test_every_point_of_an_update_from_outside_is_visited_and_every_mutant_has_a
     assert set(MUTANT_CASES) == set(UPDATE_MUTANTS)
     assert {act for acts in MUTANT_CASES.values() for act in acts} <= set(LATE)
     assert len({case.name for case in disaggregated_cases()}) == len(list(disaggregated_cases()))
-    source = "".join(path.read_text() for path in Path(external.__file__).parent.glob("*.py"))
+    packages = (external, weightsync_disaggregated)
+    source = "".join(path.read_text() for package in packages for path in Path(str(package.__file__)).parent.glob("*.py"))
     reached = set(re.findall(r'points\.reached\("([a-z.]+)"\)', source)) | _of_a_front("rank")
     # Commit and Resume begin with points of their own, and Describe changes nothing.
     reached |= {f"rank.received.{kind.__name__.lower()}" for kind in (JoinGroup, Pause, Receive, Verify, LeaveGroup, Quarantine)}

@@ -120,6 +120,7 @@ FORBIDDEN_FROM = {
     ("builtins", "exec"),
 }
 IMPORTS_BY_NAME = {
+    "cli/main.py": "commands of the distributions beside the main one, from a table",
     "first_use.py": "a package's own public names, from its table",
     "integrations/checks.py": "packages of the table of checks",
     "old_names.py": "packages that are distributions now, and their modules, from lists",
@@ -269,7 +270,7 @@ def test_all_errors_are_public() -> None:
         "import weightsync; weightsync.Version; weightsync.Layout; weightsync.PeerLost",
         "import weightsync.coordinator, weightsync.server, weightsync.planning",
         "import weightsync_rollouts",
-        "import weightsync_callbacks.orders, weightsync.external.clients.vllm, weightsync.external.clients.lmdeploy",
+        "import weightsync_callbacks.orders, weightsync.external.clients.vllm, weightsync_disaggregated.clients.vllm",
         "from weightsync.cli.main import app; app(['--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['serve', '--help'], standalone_mode=False)",
         "from weightsync.cli.main import app; app(['status', '--help'], standalone_mode=False)",
@@ -373,7 +374,7 @@ def test_modules_say_what_they_are() -> None:
     assert not [_where(path) for path in FILES if not ast.get_docstring(parsed(path))]
 
 
-@pytest.mark.filterwarnings(r"ignore:weightsync\.\S+ is the package weightsync-\w+ now:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:weightsync\.\S+ is in the package weightsync-\w+ now:DeprecationWarning")
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=_where)
 def test_all_names_what_exists(path: Path) -> None:
     module_name = ".".join(path.relative_to(_package(path).parent).with_suffix("").parts).removesuffix(".__init__")
@@ -427,7 +428,8 @@ def test_the_count_of_code_lines_leaves_out_what_explains() -> None:
 
 @pytest.mark.parametrize("kind", ["unit", "contract"])
 def test_folders_of_tests_are_those_of_the_source(kind: str) -> None:
-    source = {path.name for path in SOURCE.iterdir() if path.is_dir()} | {"bench", "benchmarks", "callbacks", "examples"}
+    source = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    source |= {"bench", "benchmarks", "callbacks", "disaggregated", "examples"}
     assert {path.parent.name for path in (ROOT / "tests" / kind).glob("*/*.py")} <= source
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,38 @@ MOVED = {
     "weightsync.transports.nixl": ("weightsync_nixl", "./transport-nixl"),
 }
 
+UPDATES = "./disaggregated-updates"
+MODULES = {
+    f"weightsync.external.{name}": f"weightsync_disaggregated.{name}"
+    for name in (
+        *("push", "ranks", "router", "weight_updates"),
+        *("clients.base", "clients.lmdeploy", "clients.sglang", "clients.weightsync"),
+    )
+}
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "weightsync.external": {
+        "weightsync_disaggregated": ("LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"),
+    },
+    "weightsync.external.requests": {
+        "weightsync_disaggregated.server_requests": (
+            *("AbortRequest", "BeginRequest", "CheckRequest", "CommitRequest", "DestroyRequest", "EndRequest"),
+            *("Reply", "UpdateState"),
+        ),
+    },
+    "weightsync.external.checks": {"weightsync_disaggregated.committed": ("Committed", "parse_version")},
+    "weightsync.external.checkpoint_files": {"weightsync_disaggregated.buckets": ("buckets_of",)},
+    "weightsync.external.clients.http": {
+        "weightsync_disaggregated.clients.bodies": ("GroupSpec", "bucket_body", "destroy_group", "init_group", "tensors_body"),
+    },
+    "weightsync.external.clients.vllm": {
+        "weightsync_disaggregated.clients.vllm": (
+            *("SHUTDOWN_ENGINE", "START_WEIGHT_UPDATE", "VLLMClient", "finish_weight_update", "update_weights"),
+        ),
+    },
+}
+"""Names that moved out of modules that are still there."""
+EACH_NAME = [(old, new, name) for old, places in NAMES.items() for new, names in places.items() for name in names]
+
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here")
 each = pytest.mark.parametrize("old", [pytest.param(old, marks=needs_ray if old == "weightsync.ray" else ()) for old in MOVED])
 
@@ -32,10 +65,18 @@ def warning(old: str) -> str:
     return rf"pip install {folder}.*import from {package}"
 
 
+class Without(MetaPathFinder):
+    """Finds nothing of the package of updates, as where it is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "weightsync_disaggregated":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @pytest.fixture(autouse=True)
 def not_imported_before() -> Iterator[None]:
     def imported() -> dict[str, object]:
-        return {name: sys.modules[name] for name in list(sys.modules) if name.startswith(tuple(MOVED))}
+        return {name: sys.modules[name] for name in list(sys.modules) if name.startswith(tuple(MOVED)) or name in MODULES}
 
     before = imported()
     for name in before:
@@ -86,6 +127,46 @@ def test_without_the_package_the_error_says_how_to_install_it(old: str, monkeypa
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install {folder}.* in a clone"):
         importlib.import_module(old)
+
+
+@pytest.mark.parametrize("old", MODULES)
+def test_an_old_module_of_a_package_that_stayed_warns_and_is_the_new_one(old: str) -> None:
+    new = importlib.import_module(MODULES[old])
+    with pytest.warns(DeprecationWarning, match=rf"pip install {UPDATES} in a clone.*import from {MODULES[old]}") as warned:
+        names: dict[str, object] = {}
+        exec(compile(f"import {old} as old", "mine.py", "exec"), names)
+    assert names["old"] is importlib.import_module(old) is new
+    assert {warning.filename for warning in warned} == {"mine.py"}
+
+
+@pytest.mark.parametrize(("old", "new", "name"), EACH_NAME)
+def test_an_old_name_of_a_module_that_stayed_warns_and_is_the_new_one(
+    old: str, new: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(vars(importlib.import_module(old)), name, raising=False)
+    with pytest.warns(DeprecationWarning, match=rf"pip install {UPDATES} in a clone.*import from weightsync_disag") as warned:
+        names: dict[str, object] = {}
+        exec(compile(f"from {old} import {name}", "mine.py", "exec"), names)
+    assert names[name] is getattr(importlib.import_module(new), name)
+    assert {warning.filename for warning in warned} == {"mine.py"}
+    vars(importlib.import_module(old)).pop(name, None)
+
+
+@pytest.mark.parametrize("old", NAMES)
+def test_a_name_that_never_was_is_an_attribute_error(old: str) -> None:
+    with pytest.raises(AttributeError, match="Nonsense"):
+        _ = importlib.import_module(old).Nonsense
+
+
+@pytest.mark.parametrize("code", [f"import {old}" for old in MODULES] + [f"from {old} import {name}" for old, _, name in EACH_NAME])
+def test_without_the_package_of_updates_the_error_says_how_to_install_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "weightsync_disaggregated"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
+    for old, _, name in EACH_NAME:
+        monkeypatch.delitem(vars(importlib.import_module(old)), name, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"weightsync-disaggregated now \(pip install {UPDATES} in a clone"):
+        exec(code, {})
 
 
 def test_the_public_name_of_the_transport_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

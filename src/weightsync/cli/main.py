@@ -17,9 +17,9 @@ from weightsync import __version__
 from weightsync.cli import options
 from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import CaFile, Coordinator, Json, TokenFile, client_settings, setting
-from weightsync.cli.push import push
 from weightsync.cli.relay import relay
 from weightsync.cli.store import StoreCommand, store_app
+from weightsync.distributions import install
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -29,27 +29,33 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_BESIDE = {
+    "weightsync_bench": {"bench": "Measure whole rounds on this machine.", "plan": "Forecast an update of your model."},
+    "weightsync_disaggregated": {"push": "Update running servers from a checkpoint on disk, without a trainer."},
+}
+"""Commands of other distributions, and their help where these are not installed."""
 _TO_REQUESTS = "What an update does to running requests, unless the trainer decides"
 
 
-def add_bench_commands(app: typer.Typer) -> None:
-    """Add the package's commands to ``app``, or two that say how to install it."""
-    if importlib.util.find_spec("weightsync_bench") is None:
-        for name, does in (("bench", "Measure whole rounds on this machine."), ("plan", "Forecast an update of your model.")):
-            text = f"{does} Not installed: run `pip install ./bench` in a clone of weightsync."
+def add_commands_beside(app: typer.Typer) -> None:
+    """Add the commands of other distributions to ``app``, or where one is not installed, commands that say how to install it."""
+    for package, commands in _BESIDE.items():
+        installed = importlib.util.find_spec(package) is not None
+        module = importlib.import_module(f"{package}.commands") if installed else None
+        for name, does in commands.items():
+            if installed:
+                app.command(name, cls=Command)(getattr(module, name))
+                continue
+            text = f"{does} Not installed: {install(package)}."
             app.command(name, cls=Command, help=text, context_settings={"ignore_unknown_options": True})(_not_installed)
-        return
-    commands = importlib.import_module("weightsync_bench.commands")
-    app.command(cls=Command)(commands.bench)
-    app.command(cls=Command)(commands.plan)
 
 
 def _not_installed(context: typer.Context, arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
     from weightsync.errors import ConfigurationError
 
-    raise ConfigurationError(
-        f"`weightsync {context.info_name}` needs the package weightsync-bench: run `pip install ./bench` in a clone of weightsync"
-    )
+    package = next(package for package, commands in _BESIDE.items() if context.info_name in commands)
+    named = package.replace("_", "-")
+    raise ConfigurationError(f"`weightsync {context.info_name}` needs the package {named}: {install(package)}")
 
 
 def _version(wanted: bool) -> None:
@@ -350,8 +356,7 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
     show({"checks": findings}, lambda _: doctor_table(findings), as_json=json)
 
 
-add_bench_commands(app)
-app.command(cls=Command)(push)
+add_commands_beside(app)
 app.command(cls=StoreCommand)(relay)
 app.add_typer(store_app, name="store")
 

@@ -1,13 +1,6 @@
-"""A server that a trainer outside updates through a process group of its own: LMDeploy's and SGLang's routes, made whole.
+"""What engines need of updates from outside, and requests that name a version.
 
-::
-
-    rank = DisaggregatedRank(MyAdapter(model))                 # on every engine rank
-    updates = WeightUpdates(LocalRanks(rank))                  # in the server's front
-    app = Starlette(routes=[*own_routes, *weight_update_routes(updates, Secret(token))])
-    app.add_middleware(VersionedRequests, served=lambda: updates.version)
-
-See ``docs/guides/disaggregated-update.md``.
+The server's routes and the clients are in the package ``weightsync_disaggregated``. See ``docs/guides/disaggregated-update.md``.
 """
 
 from __future__ import annotations
@@ -18,16 +11,20 @@ from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
     from weightsync.external.rank import DisaggregatedRank
-    from weightsync.external.ranks import LocalRanks, Ranks
-    from weightsync.external.router import weight_update_routes
     from weightsync.external.versioned_requests import VersionedRequests
-    from weightsync.external.weight_updates import Settings, WeightUpdates
+    from weightsync_disaggregated import LocalRanks as LocalRanks
+    from weightsync_disaggregated import Ranks as Ranks
+    from weightsync_disaggregated import Settings as Settings
+    from weightsync_disaggregated import WeightUpdates as WeightUpdates
+    from weightsync_disaggregated import weight_update_routes as weight_update_routes
 
-__all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "VersionedRequests", "WeightUpdates", "weight_update_routes"]
+__all__ = ["DisaggregatedRank", "VersionedRequests"]
 
 _MODULES = {
-    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates",
-    "VersionedRequests": "versioned_requests", "WeightUpdates": "weight_updates", "weight_update_routes": "router",
+    "DisaggregatedRank": "rank", "VersionedRequests": "versioned_requests",
+    # Old names, of modules that warn.
+    "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates", "WeightUpdates": "weight_updates",
+    "weight_update_routes": "router",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from weightsync.closing import Closeable
 from weightsync.errors import ConfigurationError, few
 from weightsync.model import Manifest, TensorSpec
 from weightsync.model.dtypes import SAFETENSORS_DTYPES
+from weightsync.old_names import moved_names
 from weightsync.protocol.messages import UNREADABLE
 
 INDEX = "model.safetensors.index.json"
@@ -142,26 +143,6 @@ class CheckpointFiles(Closeable):
     def close(self) -> None:
         """Close all files. Safe twice."""
         self._opened.close()
-
-
-def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
-    """All tensors in buckets of one dtype and at most ``bucket_bytes``; a tensor that is larger has a bucket of its own.
-
-    One bucket is open for each dtype, so a checkpoint that alternates between weights and scales does not fall into small ones. In
-    the order in which they are filled, which depends on nothing but the arguments.
-    """
-    if bucket_bytes < 1:
-        raise ConfigurationError(f"a bucket has a positive number of bytes, not {bucket_bytes}")
-    done: list[list[TensorSpec]] = []
-    filling: dict[str, tuple[list[TensorSpec], int]] = {}
-    for spec in manifest:
-        bucket, size = filling.get(spec.dtype, ([], 0))
-        if bucket and size + spec.nbytes > bucket_bytes:
-            done.append(bucket)
-            bucket, size = [], 0
-        bucket.append(spec)
-        filling[spec.dtype] = (bucket, size + spec.nbytes)
-    return done + [bucket for bucket, _ in filling.values()]
 
 
 def _allowed(directory: Path) -> tuple[Path, ...]:
@@ -317,3 +298,6 @@ def _entry(path: Path, name: str, entry: _Entry) -> tuple[TensorSpec, int, int]:
     if last - first != spec.nbytes:
         raise ConfigurationError(f"{path}: tensor {name!r} of {spec.nbytes:,} bytes has {last - first:,}")
     return spec, first, last
+
+
+moved_names(__name__, "weightsync_disaggregated.buckets", "buckets_of")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from weightsync.old_names import moved
 
-moved(__name__, "weightsync_ray", "./ray-manager", "actor_calls", "coordinator_actor", "manager", "rejoining")
+moved(__name__, "weightsync_ray", "actor_calls", "coordinator_actor", "manager", "rejoining")

@@ -16,11 +16,12 @@ from typing import Protocol
 from starlette.routing import BaseRoute
 
 from weightsync.config import ServerSettings
+from weightsync.distributions import install
 from weightsync.errors import ConfigurationError
 from weightsync.server.openapi import Operation
 
 _GROUP = "weightsync.mounts"
-_PACKAGES = {"rollouts": "./callbacks"}
+_PACKAGES = {"rollouts": "weightsync_callbacks"}
 """Packages of this repository, by the mount that they add."""
 
 
@@ -46,7 +47,7 @@ def load_mounts(settings: ServerSettings) -> list[Mount]:
     made: list[Mount] = []
     for name in settings.mounts:
         if name not in known:
-            hint = f"run `pip install {_PACKAGES[name]}` in a clone of weightsync" if name in _PACKAGES else "install its package"
+            hint = install(_PACKAGES[name]) if name in _PACKAGES else "install its package"
             raise ConfigurationError(
                 f"no installed package has routes named {name!r} (WEIGHTSYNC_MOUNTS or --mount; installed: "
                 f"{', '.join(sorted(known)) or 'none'}): {hint}"

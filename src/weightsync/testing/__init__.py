@@ -6,4 +6,4 @@ from weightsync.old_names import moved
 
 _MODULES = ("adapter_contract", "copy_cases", "fork_server", "owner_process", "transport_contract")
 
-moved(__name__, "weightsync_testing", "./testing", *_MODULES)
+moved(__name__, "weightsync_testing", *_MODULES)

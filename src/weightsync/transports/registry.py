@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from weightsync.distributions import install
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import Transport
@@ -37,7 +38,7 @@ FROM_HOST_MEMORY = ("shared_memory", "tcp")
 
 _log = logging.getLogger(__name__)
 _GROUP = "weightsync.transports"
-_PACKAGES = {"nixl": "./transport-nixl"}
+_PACKAGES = {"nixl": "weightsync_nixl"}
 """Packages of this repository, by the transport that they add."""
 
 
@@ -58,7 +59,7 @@ def transport(name: str) -> Transport:
     """
     where = BUILT_IN.get(name) or _third_parties().get(name)
     if where is None and name in _PACKAGES:
-        raise TransportUnavailable(f"transport {name!r} is not installed: pip install {_PACKAGES[name]} in a clone of weightsync")
+        raise TransportUnavailable(f"transport {name!r} is not installed: {install(_PACKAGES[name])}")
     if where is None:
         raise ConfigurationError(f"there is no transport {name!r}; known are {', '.join(known())}")
     module, _, attribute = where.partition(":")

@@ -22,14 +22,14 @@ from weightsync.errors import (
     VerificationError,
     WeightSyncError,
 )
-from weightsync.external.clients.base import Bucket, UpdateClient
-from weightsync.external.clients.lmdeploy import LMDeployClient
-from weightsync.external.clients.sglang import SGLangClient
-from weightsync.external.clients.vllm import VLLMClient
-from weightsync.external.clients.weightsync import WeightUpdateClient
 from weightsync.model import Manifest, TensorSpec
 from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
+from weightsync_disaggregated.clients.base import Bucket, UpdateClient
+from weightsync_disaggregated.clients.lmdeploy import LMDeployClient
+from weightsync_disaggregated.clients.sglang import SGLangClient
+from weightsync_disaggregated.clients.vllm import VLLMClient
+from weightsync_disaggregated.clients.weightsync import WeightUpdateClient
 
 CLIENTS: dict[str, type[UpdateClient]] = {
     "lmdeploy": LMDeployClient,

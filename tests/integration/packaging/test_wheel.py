@@ -124,6 +124,7 @@ BESIDE = [
     ("rollouts.controller", "rollouts"),
     ("transports.nixl.transport", "transport-nixl"),
     ("ray.manager", "ray-manager"),
+    ("external.push", "disaggregated-updates"),
 ]
 
 
@@ -139,6 +140,7 @@ def test_without_a_package_beside_the_error_names_it(installed: Path, tmp_path: 
         ("testing", "weightsync_testing", "adapter_contract, transport_contract"),
         ("rollouts", "weightsync_rollouts", "controller"),
         ("transport-nixl", "weightsync_nixl", "transport"),
+        ("disaggregated-updates", "weightsync_disaggregated", "push, weight_updates"),
         pytest.param(
             "ray-manager", "weightsync_ray", "manager", marks=pytest.mark.skipif(find_spec("ray") is None, reason="no Ray")
         ),

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from weightsync.errors import ConfigurationError
-from weightsync.external.clients.sglang import sglang_mode
 from weightsync_callbacks.broker import Order
 from weightsync_callbacks.orders import Server, UpdateServers
+from weightsync_disaggregated.clients.sglang import sglang_mode
 
 BUCKET = {"group_name": "g", "names": ["a"], "dtypes": ["float32"], "shapes": [[4]], "load_format": "flattened_bucket"}
 GROUP = {"group_name": "g", "master_address": "192.0.2.1", "master_port": 7, "backend": "nccl"}

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 from weightsync.cli import doctor
 from weightsync.cli.commands import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_UNREACHABLE, choices_of, exit_code
 from weightsync.cli.doctor import examine
-from weightsync.cli.main import add_bench_commands, app
+from weightsync.cli.main import add_commands_beside, app
 from weightsync.cli.options import parse_size
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings, control_settings
 from weightsync.coordinator.coordinator import Coordinator
@@ -67,14 +67,24 @@ def test_help_lists_every_command() -> None:
     assert all(re.search(rf"^\W*{name}\b", shown, re.MULTILINE) for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["bench", "plan"])
-def test_a_command_whose_package_is_not_installed_names_it(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "package", "folder"),
+    [
+        ("bench", "weightsync-bench", "./bench"),
+        ("plan", "weightsync-bench", "./bench"),
+        ("push", "weightsync-disaggregated", "./disaggregated-updates"),
+    ],
+)
+def test_a_command_whose_package_is_not_installed_names_it(
+    command: str, package: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     without = typer.Typer()
-    add_bench_commands(without)
+    add_commands_beside(without)
     done = CliRunner().invoke(without, [command, "qwen3-8b", "--source", "fsdp=4"])
     assert done.exit_code == EXIT_CONFIGURATION
-    assert "pip install ./bench" in done.stderr
+    assert f"needs the package {package}: pip install {folder} in a clone" in done.stderr
+    assert f"Not installed: pip install {folder}" in " ".join(CliRunner().invoke(without, [command, "--help"]).output.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from weightsync.errors import ConfigurationError
-from weightsync.external.checkpoint_files import INDEX, CheckpointFiles, buckets_of
+from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
 from weightsync.model import Manifest, TensorSpec
+from weightsync_disaggregated.buckets import buckets_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -231,8 +232,9 @@ import sys
 from pathlib import Path
 import torch
 from weightsync.deadline import Deadline
-from weightsync.external.checkpoint_files import CheckpointFiles, buckets_of
-from weightsync.external.push import _Reading
+from weightsync.external.checkpoint_files import CheckpointFiles
+from weightsync_disaggregated.buckets import buckets_of
+from weightsync_disaggregated.push import _Reading
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10

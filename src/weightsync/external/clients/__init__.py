@@ -1,1 +1,1 @@
-"""Clients of the HTTP routes of running engines, one file an engine."""
+"""Requests to the HTTP routes of running engines."""

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from weightsync.old_names import moved
 
-moved(__name__, "weightsync_nixl", "./transport-nixl", "agent", "reader", "staged_frames", "transport")
+moved(__name__, "weightsync_nixl", "agent", "reader", "staged_frames", "transport")

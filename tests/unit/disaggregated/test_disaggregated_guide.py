@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from weightsync.cli.main import app
 from weightsync.external import requests
+from weightsync_disaggregated import server_requests
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guides/disaggregated-update.md").read_text()
 
@@ -42,10 +43,10 @@ def test_the_guide_lists_every_route() -> None:
 def test_the_guide_names_fields_that_exist() -> None:
     kinds = (
         requests.InitGroupRequest,
-        requests.BeginRequest,
+        server_requests.BeginRequest,
         requests.UpdateRequest,
-        requests.CommitRequest,
-        requests.DestroyRequest,
+        server_requests.CommitRequest,
+        server_requests.DestroyRequest,
     )
     known = {field for kind in kinds for field in kind.__struct_fields__}
     rows = re.findall(r"^\| `/\w+`\*? \| ([^|]*) \|", PAGE, re.MULTILINE)

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, WeightSyncError
-from weightsync.external import push as pushing
 from weightsync.external.checkpoint_files import CheckpointFiles
-from weightsync.external.clients.base import Bucket, UpdateClient
 from weightsync.external.clients.http import HttpCall
-from weightsync.external.push import push
 from weightsync.model import Manifest, PauseMode, TensorSpec
+from weightsync_disaggregated import push as pushing
+from weightsync_disaggregated.clients.base import Bucket, UpdateClient
+from weightsync_disaggregated.push import push
 
 
 class Recorded(UpdateClient):

@@ -13,7 +13,7 @@ from weightsync.cli.options import Json, Pausing, parse_size, token_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.external.clients.base import UpdateClient
+    from weightsync_disaggregated.clients.base import UpdateClient
 
 
 EngineKind = Literal["weightsync", "sglang", "lmdeploy", "vllm"]
@@ -65,11 +65,11 @@ def push(
 
     from weightsync.errors import ConfigurationError
     from weightsync.external.checkpoint_files import CheckpointFiles
-    from weightsync.external.clients.lmdeploy import LMDeployClient
-    from weightsync.external.clients.sglang import SGLangClient
-    from weightsync.external.clients.vllm import VLLMClient
-    from weightsync.external.clients.weightsync import WeightUpdateClient
-    from weightsync.external.push import push as push_all
+    from weightsync_disaggregated.clients.lmdeploy import LMDeployClient
+    from weightsync_disaggregated.clients.sglang import SGLangClient
+    from weightsync_disaggregated.clients.vllm import VLLMClient
+    from weightsync_disaggregated.clients.weightsync import WeightUpdateClient
+    from weightsync_disaggregated.push import push as push_all
 
     kinds: dict[EngineKind, Callable[..., UpdateClient]] = {
         "weightsync": WeightUpdateClient, "sglang": SGLangClient, "lmdeploy": LMDeployClient, "vllm": VLLMClient,

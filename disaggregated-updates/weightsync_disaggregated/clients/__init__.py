@@ -1,0 +1,1 @@
+"""Clients of the HTTP routes of running engines, one file per engine."""

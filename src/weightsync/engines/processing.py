@@ -13,12 +13,13 @@ from weightsync.errors import LoadError
 
 Given = Callable[[str, torch.Tensor], torch.Tensor | None]
 """Returns a tensor of this shape for a parameter by name; ``None`` if there is none."""
+_UNSAVED = "_non_persistent_buffers_set"
 
 
 @contextmanager
 def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Put back what the tables held, in themselves."""
-    before = [(table, dict(table)) for table in tables]
+    """Put back what the tables held, in themselves. Of a layer also which buffers it does not save, a set that modules change."""
+    before = [(table, {key: set(held) if key == _UNSAVED else held for key, held in table.items()}) for table in tables]
     try:
         yield
     finally:
@@ -31,6 +32,20 @@ def methods_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Put back what layers' methods hold. Loading makes other kernels for quantized experts, over tensors of that loading."""
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return restored(vars(method) for method in methods if method is not None)
+
+
+def load_every(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], engine: str) -> Any:  # noqa: ANN401 - the engine's
+    """Let the engine's ``model`` load all ``tensors``, and return what its loader returns.
+
+    Raises:
+        LoadError: The loader did not consume all of them.
+        Exception: The loader raised it.
+    """
+    left = iter(tensors)
+    loaded: Any = model.load_weights(left)  # type: ignore[operator]
+    if (untaken := next(left, None)) is not None:
+        raise LoadError(f"{engine}'s loader stopped before {untaken[0]} and did not load it and the tensors after it")
+    return loaded
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor | None]:

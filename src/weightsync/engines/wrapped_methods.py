@@ -1,4 +1,4 @@
-"""Methods of other packages' classes with code of weightsync around them."""
+"""Methods and functions of other packages with code of weightsync around them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 _MARK = "_weightsync_around"
 
 
-def wrap_once(kind: Any, name: str, around: Callable[..., Any]) -> None:  # noqa: ANN401 - a class, or None
-    """Call ``around`` instead of the method ``name`` of the class ``kind``. Its first argument is the method. Idempotent.
+def wrap_once(kind: Any, name: str, around: Callable[..., Any]) -> None:  # noqa: ANN401 - a class, an object, a module, or None
+    """Call ``around`` instead of the method or function ``name`` of ``kind``. Its first argument is the method. Idempotent.
 
     Does nothing if there is no such method.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,23 +19,53 @@ from weightsync.closing import Closeable
 from weightsync.engines.hf_checkpoint import HfCheckpoint
 from weightsync.engines.sglang.joining import SglangAdapter, install
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
-from weightsync.engines.sglang.requests import ControlRequests
 from weightsync.engines.traced_shards import DirectShards, find_direct
 from weightsync.model import Manifest, TensorSpec
 from weightsync.protocol.messages import Delivery
 
 CHECKPOINT_SHAPES = {"q.weight": (4, 6), "k.weight": (2, 6), "norm.weight": (6,)}
-REQUESTS = ControlRequests(
-    retract=lambda: "retract",
-    abort_all=lambda: "abort",
-    proceed=lambda: "proceed",
-    wake=lambda tags: tags,
-    label=lambda version: ("label", version),
-    is_work=lambda request: isinstance(request, int),
-    is_abort=lambda request: request == "abort",
-    is_switch=lambda request: request in ("retract", "proceed"),
-    is_write=lambda request: request == "write",
-)
+
+
+@dataclass(frozen=True)
+class Pause:
+    mode: str = "retract"
+
+
+@dataclass(frozen=True)
+class Proceed:
+    torch_empty_cache: bool = False
+
+
+@dataclass(frozen=True)
+class Abort:
+    abort_all: bool = True
+
+
+class Write:
+    """A request that writes weights."""
+
+
+REQUESTS = SimpleNamespace(
+    **dict.fromkeys(
+        (
+            "TokenizedGenerateReqInput", "TokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput",
+            "BatchTokenizedEmbeddingReqInput",
+        ),
+        int,
+    ),
+    **dict.fromkeys(
+        (
+            "UpdateWeightFromDiskReqInput", "UpdateWeightsFromDistributedReqInput", "UpdateWeightsFromTensorReqInput",
+            "UpdateWeightsFromIPCReqInput", "ReleaseMemoryOccupationReqInput",
+        ),
+        Write,
+    ),
+    PauseGenerationReqInput=Pause,
+    ContinueGenerationReqInput=Proceed,
+    AbortReq=Abort,
+    ResumeMemoryOccupationReqInput=tuple,
+)  # fmt: skip
+"""In the place of SGLang's module of requests."""
 
 
 def checkpoint() -> HfCheckpoint:
@@ -111,17 +142,17 @@ class StandInScheduler(Closeable):
 
     def _process(self, requests: list[object]) -> None:
         for request in requests:
-            if request == "retract":
+            if isinstance(request, Pause):
                 self._engine_paused = True
                 self.waiting, self.running = self.running + self.waiting, []
-            elif request == "abort":
+            elif isinstance(request, Abort):
                 self.ended += ["aborted"] * len(self.waiting)
                 self.waiting.clear()
-            elif request == "proceed":
+            elif isinstance(request, Proceed):
                 self._engine_paused = False
             elif isinstance(request, int):
                 self.waiting.append(request)
-            elif request == "write":
+            elif isinstance(request, Write):
                 self.model.qk.data.zero_()
             else:
                 raise ValueError(f"Invalid object: {request}")

@@ -245,7 +245,7 @@ class ColocatedRefits(RayRefits):
         policy.stream_weights_via_ipc_zmq, policy.get_free_memory_bytes = does("sent", []), lambda: 1 << 30
         generation.prepare_for_generation, generation.weight_synchronizer = does("wake"), None
         generation.update_weights_via_ipc_zmq = does("received", [])
-        self.refit = colocated.with_synchronizer(refit_of_nemo_rl())
+        self.refit = functools.partial(colocated.synchronized, refit_of_nemo_rl())
 
     def sync(self, seed: int) -> None:
         self._change(seed)

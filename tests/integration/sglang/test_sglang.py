@@ -109,19 +109,19 @@ def test_a_released_engine_takes_its_memory_again_in_an_update(served: _Served, 
 
 
 def test_the_tokenizers_process_takes_labels(served: _Served) -> None:
-    from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput, msgpack_decode, msgpack_encode
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.utils import TypeBasedDispatcher
 
     from weightsync.engines.sglang import plugin
-    from weightsync.engines.sglang.requests import requests_of_sglang
 
     taken: list[str] = []
     manager = TokenizerManager.__new__(TokenizerManager)
     manager._result_dispatcher = TypeBasedDispatcher([])
     manager._update_weight_version_if_provided = taken.append
     plugin._take_labels(None, manager)
-    manager._result_dispatcher(msgpack_decode(msgpack_encode(requests_of_sglang().label("run@3"))))
+    label = UpdateWeightVersionReqInput(new_version="run@3", abort_all_requests=False)
+    manager._result_dispatcher(msgpack_decode(msgpack_encode(label)))
     assert taken == ["run@3"]
 
 

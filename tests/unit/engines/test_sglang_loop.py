@@ -12,17 +12,20 @@ import pytest
 import torch
 from tests.contract.engines.sglang_stand_in import (
     REQUESTS,
+    Abort,
     FusedModel,
+    Pause,
+    Proceed,
     StandInScheduler,
     WeightUpdater,
+    Write,
     adapter_of,
     checkpoint,
 )
 
 from weightsync.engines.sglang.joining import gaps_of_loader, install, rows_of_padding
-from weightsync.engines.sglang.loop import SchedulerLoop
+from weightsync.engines.sglang.loop import SchedulerLoop, WakeUp
 from weightsync.engines.sglang.refusals import why_refused
-from weightsync.engines.sglang.requests import WakeUp
 from weightsync.engines.staged_adapter import UNLABELLED
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import Manifest, TensorSpec, Version
@@ -101,7 +104,7 @@ def test_a_continuation_by_another_client_waits_for_the_end_of_the_update(
     scheduler: StandInScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler.loop.pause("abort", 5.0)
-    scheduler.input += [1, "proceed", "proceed"]
+    scheduler.input += [1, Proceed(), Proceed()]
     time.sleep(0.05)
     assert scheduler._engine_paused
     assert scheduler.loop.call(lambda: scheduler.steps, 5.0) == 0
@@ -115,7 +118,7 @@ def test_no_client_continues_an_engine_whose_update_failed(scheduler: StandInSch
     adapter.pause("keep", 5.0)
     with pytest.raises(LoadError, match="did not load"):
         adapter.resume()
-    scheduler.input += [1, "proceed"]
+    scheduler.input += [1, Proceed()]
     time.sleep(0.05)
     assert scheduler._engine_paused
     assert (scheduler.steps, scheduler.version) == (0, UNLABELLED)
@@ -123,16 +126,16 @@ def test_no_client_continues_an_engine_whose_update_failed(scheduler: StandInSch
 
 def test_an_update_fails_if_another_client_writes_weights_meanwhile_and_the_next_one_does_not(scheduler: StandInScheduler) -> None:
     adapter = adapter_of(scheduler, "direct")
-    scheduler.input.append("write")  # before the pause
+    scheduler.input.append(Write())  # before the pause
     for disturbs in (True, False):
         adapter.pause("keep", 5.0)
         adapter.begin()
         adapter.finish(Version("run", 1, "m", "d"))
         if disturbs:
-            scheduler.input.append("write")
+            scheduler.input.append(Write())
             time.sleep(0.05)
             for step in (adapter.flush, adapter.resume):
-                with pytest.raises(LoadError, match="another client sent SGLang a str during the update"):
+                with pytest.raises(LoadError, match="another client sent SGLang a Write during the update"):
                     step()
             assert scheduler.version == UNLABELLED
     assert adapter.flush()
@@ -142,14 +145,14 @@ def test_an_update_fails_if_another_client_writes_weights_meanwhile_and_the_next
 
 def test_a_pause_by_another_client_during_an_update_comes_after_it(scheduler: StandInScheduler) -> None:
     scheduler.loop.pause("keep", 5.0)
-    scheduler.input.append("retract")
+    scheduler.input.append(Pause())
     time.sleep(0.05)
     scheduler.loop.proceed(5.0)
     end = time.monotonic() + 5.0
     while not scheduler._engine_paused:
         assert time.monotonic() < end
         time.sleep(0.001)
-    scheduler.input += [1, "proceed"]  # no update holds these
+    scheduler.input += [1, Proceed()]  # no update holds these
     until_ended(scheduler, ["finished"])
 
 
@@ -172,7 +175,7 @@ def test_a_grammar_that_is_compiled_keeps_no_cache_and_embeddings_of_images_are_
 
 def test_an_abort_finds_a_request_that_was_held_back_and_none_that_came_after_it(scheduler: StandInScheduler) -> None:
     scheduler.loop.pause("keep", 5.0)
-    scheduler.input += [100_000, "abort", 1]
+    scheduler.input += [100_000, Abort(), 1]
     time.sleep(0.05)
     scheduler.loop.proceed(5.0)
     until_ended(scheduler, ["aborted", "finished"])
@@ -182,10 +185,10 @@ def test_an_abort_that_comes_with_the_continuation_finds_a_request_that_was_held
     scheduler.loop.pause("keep", 5.0)
     scheduler.input.append(100_000)
     time.sleep(0.05)
-    pulled: list[object] = ["abort"]
+    pulled: list[object] = [Abort()]
     scheduler.loop._holding = False
     scheduler.loop.received(pulled)
-    assert pulled == [100_000, "abort"]
+    assert pulled == [100_000, Abort()]
 
 
 def test_released_memory_is_taken_again_before_it_is_written_and_before_the_cache_is_dropped(scheduler: StandInScheduler) -> None:
@@ -213,7 +216,7 @@ def test_memory_that_does_not_return_fails_the_update_and_not_the_scheduler(sche
 def test_a_rank_whose_memory_did_not_return_before_it_waited_for_that_says_so_at_once() -> None:
     with StandInScheduler(leads=False) as follower:
         follower.weight_updater.offload_tags, follower.weight_updater.wake_fails = {"weights"}, True
-        follower.input.append("retract")
+        follower.input.append(Pause())
         follower.loop.pause("keep", 5.0)
         follower.input.append(WakeUp(("weights",)))
         time.sleep(0.05)
@@ -266,7 +269,7 @@ def test_a_rank_that_does_not_lead_sends_nothing_and_sees_the_pause_that_was_bro
     with StandInScheduler(leads=False) as follower:
         with pytest.raises(DeadlineExceeded, match="did not pause"):
             follower.loop.pause("keep", 0.1)
-        follower.input.append("retract")
+        follower.input.append(Pause())
         follower.loop.pause("keep", 5.0)
         follower.weight_updater.offload_tags = {"weights"}
         time.sleep(0.05)
@@ -274,20 +277,20 @@ def test_a_rank_that_does_not_lead_sends_nothing_and_sees_the_pause_that_was_bro
             follower.loop.wake(["weights"], 0.1)
         follower.input.append(WakeUp(("weights",)))
         follower.loop.wake(["weights"], 5.0)
-        follower.input.append("proceed")
+        follower.input.append(Proceed())
         follower.loop.proceed(5.0)
 
 
 def test_a_rank_that_rank_0_continued_before_it_was_told_to_resume_has_its_label() -> None:
     with StandInScheduler(leads=False) as follower:
         adapter = adapter_of(follower)
-        follower.input.append("retract")
+        follower.input.append(Pause())
         adapter.pause("keep", 5.0)
         adapter.begin()
         adapter.load((spec.name, torch.ones(spec.shape)) for spec in adapter.manifest())
         adapter.finish(Version("run", 1, "m", "d"))
         assert adapter.flush()
-        follower.input.append("proceed")
+        follower.input.append(Proceed())
         follower.loop.proceed(5.0)
         adapter.resume()
         assert follower.version == "run@1"

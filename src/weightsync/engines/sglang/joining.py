@@ -20,10 +20,10 @@ from weightsync.config import variable
 from weightsync.engine.adapter import EngineLoras
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
+from weightsync.engines.processing import load_every
 from weightsync.engines.sglang import quantized
 from weightsync.engines.sglang.loop import SchedulerLoop, drop_caches
 from weightsync.engines.sglang.refusals import why_refused
-from weightsync.engines.sglang.requests import requests_of_sglang
 from weightsync.engines.staged_adapter import COMMIT_SECONDS, UNLABELLED, StagedAdapter
 from weightsync.engines.traced_shards import DirectShards, chosen_shards, find_direct, parameters_kept
 from weightsync.errors import ConfigurationError, LoadError, few
@@ -43,16 +43,13 @@ def install(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:  
         LoadError: The loader did not consume all tensors.
         Exception: The loader raised it.
     """
-    updater, left = runner.weight_updater, iter(tensors)
+    updater = runner.weight_updater
     with torch.no_grad():
         updater.begin_weight_update()
         try:
-            runner.model.load_weights(left)
+            load_every(runner.model, tensors, "SGLang")
         finally:
             updater.end_weight_update(run_post_load=False)
-    untaken = next(left, None)
-    if untaken is not None:
-        raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
 
 
 def padding_of_vocabulary(model: torch.nn.Module) -> dict[str, list[slice]]:
@@ -200,7 +197,7 @@ class JoinedScheduler(Closeable):
     """
 
     def __init__(self, scheduler: Any, *, tells_tokenizer: bool) -> None:  # noqa: ANN401 - SGLang's
-        from sglang.srt.managers import mm_schedule
+        from sglang.srt.managers import io_struct, mm_schedule
         from sglang.srt.runtime_context import get_parallel
 
         refused = why_refused(scheduler)
@@ -217,16 +214,15 @@ class JoinedScheduler(Closeable):
         options = AttachOptions(replica=_replica(arguments))
         delivery = options.chosen_delivery()
         direct, streams_because = _find_direct(runner, checkpoint, device, ranks, delivery)
-        requests = requests_of_sglang()
         sender = scheduler.ipc_channels.send_to_tokenizer if leads and tells_tokenizer else None
 
         def label(version: str) -> None:
             scheduler.record_weight_version_change(new_version=version)
             if sender is not None:
-                sender.send_output(requests.label(version))
+                sender.send_output(io_struct.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False))
 
         with ExitStack() as owned:
-            self.loop = owned.enter_context(SchedulerLoop(scheduler, requests, leads=leads))
+            self.loop = owned.enter_context(SchedulerLoop(scheduler, io_struct, leads=leads))
             adapter = SglangAdapter(
                 checkpoint,
                 self.loop,

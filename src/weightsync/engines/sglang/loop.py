@@ -7,11 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from weightsync.closing import Closeable
 from weightsync.deadline import Deadline
-from weightsync.engines.sglang.requests import ControlRequests, WakeUp
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import PauseMode
 
@@ -24,6 +24,18 @@ T = TypeVar("T")
 
 Scheduler: TypeAlias = Any
 """``sglang.srt.managers.scheduler.Scheduler``. :data:`weightsync.releases.RELEASES` lists the methods that are needed of it."""
+Requests: TypeAlias = Any
+"""``sglang.srt.managers.io_struct``: SGLang's classes of requests."""
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Request that every rank takes released memory again, in the same pass, because SGLang waits at a barrier meanwhile.
+
+    SGLang's own request of this kind would send a response that no client expects.
+    """
+
+    tags: tuple[str, ...]
 
 
 def drop_caches(scheduler: Scheduler, embeddings: Any) -> bool:  # noqa: ANN401 - SGLang's embedding cache, or None
@@ -48,11 +60,25 @@ class SchedulerLoop(Closeable):
     """One scheduler's event loop, seen from weightsync's thread. SGLang's thread calls :meth:`received` and :meth:`pass_through`.
 
     Rank 0 of SGLang's tensor-parallel group ``leads``: it broadcasts the requests of each pass, so those that it adds reach all
-    ranks in the same pass. Ranks that do not lead only wait.
+    ranks in the same pass. Ranks that do not lead only wait. None of these requests has a response.
     """
 
-    def __init__(self, scheduler: Scheduler, requests: ControlRequests, *, leads: bool) -> None:
+    def __init__(self, scheduler: Scheduler, requests: Requests, *, leads: bool) -> None:
         self._scheduler, self._requests, self.leads = scheduler, requests, leads
+        self._work = (
+            requests.TokenizedGenerateReqInput,
+            requests.TokenizedEmbeddingReqInput,
+            requests.BatchTokenizedGenerateReqInput,
+            requests.BatchTokenizedEmbeddingReqInput,
+        )
+        self._switches = (requests.PauseGenerationReqInput, requests.ContinueGenerationReqInput)
+        self._writes = (
+            requests.UpdateWeightFromDiskReqInput,
+            requests.UpdateWeightsFromDistributedReqInput,
+            requests.UpdateWeightsFromTensorReqInput,
+            requests.UpdateWeightsFromIPCReqInput,
+            requests.ReleaseMemoryOccupationReqInput,
+        )
         self._changed = threading.Condition()
         self._outbox: list[object] = []
         self._sent: list[Future[None]] = []  # resolved after the pass that carries the outbox
@@ -99,10 +125,11 @@ class SchedulerLoop(Closeable):
         """
         passed: list[object] = []
         for request in pulled:
-            if self._requests.is_switch(request) and not any(type(held) is type(request) for held in self._held):
+            switches = isinstance(request, self._switches)
+            if switches and not any(type(held) is type(request) for held in self._held):
                 _log.warning("weightsync: a %s of another client waits until the update has ended", type(request).__name__)
-            waits = self._requests.is_switch(request) or self._requests.is_work(request)
-            if waits or self._requests.is_abort(request):
+            waits = switches or isinstance(request, self._work)
+            if waits or isinstance(request, self._requests.AbortReq):
                 self._held.append(request)
             if not waits:
                 passed.append(request)
@@ -117,7 +144,7 @@ class SchedulerLoop(Closeable):
                 self.handlers[type(request)](request)
         if self._scheduler._engine_paused:
             self._disturbance = next(
-                (type(request).__name__ for request in requests if self._requests.is_write(request)), self._disturbance
+                (type(request).__name__ for request in requests if isinstance(request, self._writes)), self._disturbance
             )
         process([request for request in requests if type(request) not in self.handlers])
         with self._changed:
@@ -143,7 +170,7 @@ class SchedulerLoop(Closeable):
         tags = tuple(tag for tag in request.tags if tag in updater.offload_tags)
         try:
             if tags:
-                updater.resume_memory_occupation(self._requests.wake(tags))
+                updater.resume_memory_occupation(self._requests.ResumeMemoryOccupationReqInput(tags=list(tags)))
         except Exception as error:  # noqa: BLE001 - raised where the round waits for it; SGLang would end
             with self._changed:
                 self._wake_error = error
@@ -195,7 +222,10 @@ class SchedulerLoop(Closeable):
 
     def _send_pause(self, mode: PauseMode, deadline: Deadline) -> None:
         scheduler, sent = self._scheduler, Future[None]()
-        requests = [self._requests.retract(), *([self._requests.abort_all()] if mode == "abort" else [])]
+        # Running requests go back to the queue without their keys and values, which are computed again later.
+        requests = [self._requests.PauseGenerationReqInput(mode="retract")]
+        if mode == "abort":
+            requests.append(self._requests.AbortReq(abort_all=True))
         ready = scheduler.is_fully_idle if mode == "wait" else lambda: not scheduler.grammar_manager.grammar_queue
         with self._changed:
             self._check_open()
@@ -216,7 +246,7 @@ class SchedulerLoop(Closeable):
         """
         deadline = Deadline(timeout)
         if self.leads:
-            self.send(deadline, "continuing", self._requests.proceed())
+            self.send(deadline, "continuing", self._requests.ContinueGenerationReqInput(torch_empty_cache=False))
         else:  # otherwise the next pause could take this one for its own
             self._wait(lambda: not self._paused, deadline, "SGLang's scheduler did not continue")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.engines.processing import given, process_layers, restored, tensors_of
+from weightsync.engines.processing import given, load_every, process_layers, restored, tensors_of
 from weightsync.errors import LoadError, few
 from weightsync.model import Manifest
 from weightsync.tensors.shards import bits_of
@@ -112,34 +112,29 @@ def format_to_load(model: nn.Module, *, processes: bool = True) -> Iterator[None
     """
     layers = [layer for layer in model.modules() if hasattr(layer, _FORMAT)]
     tables: list[Any] = [table for layer in layers for table in (layer._parameters, layer._buffers, *_tables(layer).values())]
-    unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
     engine = [_values(layer) for layer in layers]
-    try:
-        with restored([vars(model), *tables]):
-            vars(model).pop("_cached_params_dict", None)  # some loaders keep the parameters that they first saw
-            for layer in layers:
-                made: _AsMade = getattr(layer, _FORMAT)
-                for prefix, own in _tables(layer).items():
-                    if (values := made.attributes.get(prefix)) is not None:  # otherwise what holds it is removed
-                        for key in own.keys() - values.keys() - _PLAIN - {_FORMAT}:  # processing begins as it did the first time
-                            del own[key]
-                        own.update({key: value for key, value in values.items() if key not in _PLAIN})
-                layer._parameters, layer._buffers = dict(made.parameters), dict(made.buffers)
-            before = [_values(layer) for layer in layers]
-            yield
-            for layer, first, held in zip(layers, before, engine, strict=True):
-                now = _values(layer)
-                gone = [key for key, value in held.items() if processes and isinstance(value, torch.Tensor) and key not in now]
-                others = (
-                    key for key, value in now.items()
-                    if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key)))
-                )  # fmt: skip
-                if (wrong := next(others, gone[0] if gone else None)) is not None:
-                    name = f"{getattr(layer, _FORMAT).name}.{wrong}"
-                    raise LoadError(f"SGLang computes {name} from weights, which direct delivery would not update")
-    finally:
-        for layer, names in zip(layers, unsaved, strict=True):
-            layer._non_persistent_buffers_set = names
+    with restored([vars(model), *tables]):
+        vars(model).pop("_cached_params_dict", None)  # some loaders keep the parameters that they first saw
+        for layer in layers:
+            made: _AsMade = getattr(layer, _FORMAT)
+            for prefix, own in _tables(layer).items():
+                if (values := made.attributes.get(prefix)) is not None:  # otherwise what holds it is removed
+                    for key in own.keys() - values.keys() - _PLAIN - {_FORMAT}:  # processing begins as it did the first time
+                        del own[key]
+                    own.update({key: value for key, value in values.items() if key not in _PLAIN})
+            layer._parameters, layer._buffers = dict(made.parameters), dict(made.buffers)
+        before = [_values(layer) for layer in layers]
+        yield
+        for layer, first, held in zip(layers, before, engine, strict=True):
+            now = _values(layer)
+            gone = [key for key, value in held.items() if processes and isinstance(value, torch.Tensor) and key not in now]
+            others = (
+                key for key, value in now.items()
+                if value is not first.get(key) and not (_same(value, first.get(key)) or _same(value, held.get(key)))
+            )  # fmt: skip
+            if (wrong := next(others, gone[0] if gone else None)) is not None:
+                name = f"{getattr(layer, _FORMAT).name}.{wrong}"
+                raise LoadError(f"SGLang computes {name} from weights, which direct delivery would not update")
 
 
 def _values(layer: nn.Module) -> dict[str, Any]:
@@ -217,10 +212,7 @@ def reload(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]], layers: Col
             method: Any = getattr(layer, "quant_method", None)
             if hasattr(method, "restore_weights_before_loading"):
                 method.restore_weights_before_loading(layer)
-        left = iter(tensors)
-        model.load_weights(left)
-        if (untaken := next(left, None)) is not None:
-            raise LoadError(f"SGLang's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+        load_every(model, tensors, "SGLang")
 
     with torch.no_grad(), _dtype_of(runner), restored([vars(model)]):
         vars(model).pop("_cached_params_dict", None)

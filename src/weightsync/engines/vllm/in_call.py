@@ -22,6 +22,7 @@ from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.direct import direct_shards
 from weightsync.engines.vllm.loading import install
 from weightsync.engines.vllm.together import global_rank, refuse_balancing, together
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError
 from weightsync.model import Version
 from weightsync.protocol.messages import Delivery
@@ -93,19 +94,13 @@ class CalledWorker:
         self._owned = ExitStack()
         self._discarded = False
         for name in ("sleep", "discard"):
-            if hasattr(worker, name):
-                setattr(worker, name, self._noting(getattr(worker, name)))
+            wrap_once(worker, name, self._note_discard)
 
-    def _noting(self, discards: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def _note_discard(self, discards: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """Note that weights may be gone: after a sleep of level 2 their memory holds anything."""
-
-        @functools.wraps(discards)
-        def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-            level = kwargs.get("level", args[0] if args else 1)
-            self._discarded = self._discarded or level != 1
-            return discards(*args, **kwargs)
-
-        return noted
+        level = kwargs.get("level", args[0] if args else 1)
+        self._discarded = self._discarded or level != 1
+        return discards(*args, **kwargs)
 
     def _load(self) -> None:
         if self._adapter is not None:

@@ -65,10 +65,7 @@ def _reload(
     initialize_layerwise_reload(model)
     try:
         wanted = before & {name for name, _ in model.named_parameters()}
-        left = iter(tensors)
-        loaded = model.load_weights(left)  # type: ignore[operator]
-        if (untaken := next(left, None)) is not None:
-            raise LoadError(f"vLLM's loader stopped before {untaken[0]} and did not load it and the tensors after it")
+        loaded = processing.load_every(model, tensors, "vLLM")
         # A quantized model has additional parameters, with names that are in no checkpoint.
         if whole and model_config.quantization is None and loaded is not None and wanted - set(loaded):
             missing = sorted(wanted - set(loaded))
@@ -152,16 +149,11 @@ def format_to_load(model: torch.nn.Module) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 
     layers = list(model.modules())
-    unsaved = [set(layer._non_persistent_buffers_set) for layer in layers]
-    try:
-        with processing.restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
-            for layer in layers:
-                restore_layer_on_meta(layer, get_layerwise_info(layer))
-                vars(layer).pop("_already_called_process_weights_after_loading", None)
-            yield
-    finally:
-        for layer, names in zip(layers, unsaved, strict=True):
-            layer._non_persistent_buffers_set = names
+    with processing.restored(table for layer in layers for table in (vars(layer), layer._parameters, layer._buffers)):
+        for layer in layers:
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            vars(layer).pop("_already_called_process_weights_after_loading", None)
+        yield
 
 
 def process_layers(config: Any, model: torch.nn.Module, layers: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401 - vLLM's

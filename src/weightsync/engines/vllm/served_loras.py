@@ -55,7 +55,7 @@ class ServedLoras:
         self._ids = itertools.count(_FIRST_ID)
         self._freeing: set[asyncio.Task[None]] = set()
         for method in ("generate", "encode"):
-            setattr(engine, method, self._counting(getattr(engine, method)))
+            wrap_once(engine, method, self._counted)
         self._add, engine.add_lora = engine.add_lora, self._add_foreign
 
     async def _add_foreign(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -68,24 +68,20 @@ class ServedLoras:
             if request.lora_int_id == own.lora_int_id or request.lora_name in (label, label.rpartition("@")[0]):
                 raise ValueError(f"weightsync serves {label} here: load your adapter under another name and id")
 
-    def _counting(self, generate: Any) -> Any:  # noqa: ANN401 - vLLM's method
-        @functools.wraps(generate)
-        async def counted(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - vLLM's
-            ours = _is_ours(lora_request)
-            label = lora_request.lora_name if ours else ""
-            check_adapter(label or None)
-            if ours and not self._hold(label):  # retired since its name was looked up: the workers may have freed it
-                raise ValueError(f"{label} is not served any more")  # vLLM's server answers 400, and goes on with the connection
-            if lora_request is not None and not ours:
-                self._check_foreign(lora_request)
-            self._uses[label] += ours
-            try:
-                async for output in generate(*args, lora_request=lora_request, **kwargs):
-                    yield output
-            finally:
-                self._let_go(label)
-
-        return counted
+    async def _counted(self, generate: Any, *args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:  # noqa: ANN401
+        ours = _is_ours(lora_request)
+        label = lora_request.lora_name if ours else ""
+        check_adapter(label or None)
+        if ours and not self._hold(label):  # retired since its name was looked up: the workers may have freed it
+            raise ValueError(f"{label} is not served any more")  # vLLM's server answers 400, and goes on with the connection
+        if lora_request is not None and not ours:
+            self._check_foreign(lora_request)
+        self._uses[label] += ours
+        try:
+            async for output in generate(*args, lora_request=lora_request, **kwargs):
+                yield output
+        finally:
+            self._let_go(label)
 
     def _hold(self, label: str) -> bool:
         """Keep a version for the request of this context until it has ended, as it may have several calls. False if it is gone."""

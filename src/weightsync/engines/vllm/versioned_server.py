@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -38,9 +37,9 @@ def add_to_servers() -> None:
     """
     for name in _BUILDERS:
         module: Any = sys.modules.get(name)
-        build, spec = getattr(module, "build_app", None), getattr(module, "__spec__", None)
-        if build is not None and spec is not None and spec.name.startswith("vllm.") and not hasattr(build, _LABEL):
-            module.build_app = _with_versions(build)
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.name.startswith("vllm."):
+            wrap_once(module, "build_app", _build_versioned)
 
 
 def uses_backend(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
@@ -48,31 +47,25 @@ def uses_backend(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
     return getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None) == BACKEND
 
 
-@functools.cache
-def _with_versions(build: Any) -> Any:  # noqa: ANN401 - vLLM's function
-    @functools.wraps(build)
-    def build_app(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        from weightsync.external.versioned_requests import VersionedRequests
+def _build_versioned(build: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+    from weightsync.external.versioned_requests import VersionedRequests
 
-        app = build(*args, **kwargs)
-        # Around the stack that is there: vLLM builds it before it hands the application out, and nothing can be added afterwards.
-        stack = app.middleware_stack or app.build_middleware_stack()
-        versioned = VersionedRequests(
-            stack,
-            served=lambda: getattr(app.state.engine_client, _LABEL, None),
-            adapters=lambda: getattr(getattr(app.state.engine_client, _LORAS, None), "live", ()),
-        )
+    app = build(*args, **kwargs)
+    # Around the stack that is there: vLLM builds it before it hands the application out, and nothing can be added afterwards.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    versioned = VersionedRequests(
+        stack,
+        served=lambda: getattr(app.state.engine_client, _LABEL, None),
+        adapters=lambda: getattr(getattr(app.state.engine_client, _LORAS, None), "live", ()),
+    )
 
-        async def asked(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's
-            client = getattr(app.state, "engine_client", None)
-            if uses_backend(getattr(client, "vllm_config", None)):
-                keep_label(type(client))  # before the first label can come by a route
-                await versioned(scope, receive, send)
-            else:
-                await stack(scope, receive, send)
+    async def asked(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's
+        client = getattr(app.state, "engine_client", None)
+        if uses_backend(getattr(client, "vllm_config", None)):
+            keep_label(type(client))  # before the first label can come by a route
+            await versioned(scope, receive, send)
+        else:
+            await stack(scope, receive, send)
 
-        app.middleware_stack = asked
-        return app
-
-    setattr(build_app, _LABEL, True)
-    return build_app
+    app.middleware_stack = asked
+    return app

@@ -6,7 +6,6 @@ two calls that transfer the weights, policy workers publish their shards, and vL
 
 from __future__ import annotations
 
-import functools
 import inspect
 import secrets
 import sys
@@ -18,12 +17,11 @@ import ray
 from nemo_rl.weight_sync.checkpoint_engine_weight_synchronizer import CheckpointEngineWeightSynchronizer
 from nemo_rl.weight_sync.ipc_weight_synchronizer import IPCWeightSynchronizer
 
+from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.integrations.engine_calls import plugin_release
 from weightsync.integrations.nemo_rl.engine import NAME, in_worker
 from weightsync.integrations.stream_options import Options
 from weightsync.integrations.stream_ranks import say_why, why_streamed
-
-_OURS = "_weightsync_wraps"
 
 
 class _Replacing:
@@ -106,21 +104,15 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         self._owned.offload_after_refit()
 
 
-def with_synchronizer(original: Any) -> Any:  # noqa: ANN401 - NeMo-RL's function
-    """Return NeMo-RL's ``refit_policy_generation`` that gives a colocated vLLM a :class:`ColocatedSynchronizer`."""
-
-    @functools.wraps(original)
-    def synchronized(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        generation = given["policy_generation"]
-        lacks = getattr(generation, "weight_synchronizer", None) is None
-        if given["colocated_inference"] and lacks and generation.cfg["backend"] == "vllm":
-            made = ColocatedSynchronizer(given["policy"], generation, given.get("_refit_buffer_size_gb"))
-            generation.weight_synchronizer = made
-        return original(*args, **kwargs)
-
-    setattr(synchronized, _OURS, True)
-    return synchronized
+def synchronized(original: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - NeMo-RL's
+    """NeMo-RL's ``refit_policy_generation``, where a colocated vLLM has a :class:`ColocatedSynchronizer`."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    generation = given["policy_generation"]
+    lacks = getattr(generation, "weight_synchronizer", None) is None
+    if given["colocated_inference"] and lacks and generation.cfg["backend"] == "vllm":
+        made = ColocatedSynchronizer(given["policy"], generation, given.get("_refit_buffer_size_gb"))
+        generation.weight_synchronizer = made
+    return original(*args, **kwargs)
 
 
 def enable_colocated(options: Mapping[str, object]) -> None:
@@ -130,9 +122,9 @@ def enable_colocated(options: Mapping[str, object]) -> None:
     Options.of(options, "weightsync.integrations.nemo_rl.enable")
     ColocatedSynchronizer.chosen = options
     synchronizers.IPCWeightSynchronizer = ColocatedSynchronizer
-    original = grpo.refit_policy_generation
-    if not hasattr(original, _OURS):
-        wrapped, name = with_synchronizer(original), original.__name__
-        for module in list(sys.modules.values()):  # others import the function by its name
-            if getattr(module, "__dict__", {}).get(name) is original:
-                setattr(module, name, wrapped)
+    name = "refit_policy_generation"
+    original = getattr(grpo, name)
+    wrap_once(grpo, name, synchronized)
+    for module in list(sys.modules.values()):  # others import the function by its name
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, getattr(grpo, name))

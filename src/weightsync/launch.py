@@ -8,8 +8,6 @@ import torch.distributed as dist
 from weightsync.config import launched_place
 from weightsync.errors import ConfigurationError
 
-_MOST_BYTES = 8192
-
 
 def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and world size: the arguments, else those of ``torch.distributed``, torchrun or Slurm, else 0 and 1.
@@ -29,29 +27,20 @@ def place_in_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def from_rank_zero(text: str) -> str:
-    """Return what rank 0 of ``torch.distributed`` gave, on every rank; ``text`` itself if it is not initialized.
-
-    It travels as a tensor of at most 8192 bytes (an object broadcast would be a pickle).
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return text
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    buffer = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device)
-    data = text.encode()[:_MOST_BYTES]
-    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+    """Return what rank 0 of ``torch.distributed`` gave, on every rank; ``text`` itself if it is not initialized."""
+    return texts_of_ranks(text)[0] if dist.is_available() and dist.is_initialized() else text
 
 
 def texts_of_ranks(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return what each rank of ``group``, by default of ``torch.distributed``, gave. Collective, in host memory, as tensors.
+    """Return what each rank of ``group``, by default of ``torch.distributed``, gave. Collective, in host memory if it can be.
 
-    An exchange of objects would be pickles.
+    Texts travel as tensors: an exchange of objects would be pickles.
     """
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
     own = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
     padded[: len(own)] = own
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded, group=group)

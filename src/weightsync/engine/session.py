@@ -384,12 +384,11 @@ class EngineSession:
         """Whether the engine changes parameters after they were written."""
         return any(adapter.loads_late or adapter.repacks for adapter in self._adapters)
 
-    def can_read_back(self, *, build: bool = False) -> bool:
-        """Whether parameters can be digested after a write; with ``build`` tables for a device are made now, not in a round."""
+    def can_read_back(self) -> bool:
+        """Whether parameters can be digested after a write. Tables for a device are made now, not in a round."""
         if self._rewritten or not self._read_back.look(self._calls.shards()):
             return False
-        if build:
-            self._read_back.build()
+        self._read_back.build()
         return True
 
     def read_back(self, deadline: Deadline, constants: DigestConstants = PUBLIC) -> tuple[Int32, UInt64] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync import forks
+from weightsync.daemon_threads import in_daemon_thread
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, PeerLost
 
@@ -110,8 +110,7 @@ class InStep:
     def _group(self, deadline: Deadline, least: float) -> Any:  # noqa: ANN401
         """Make the group, in a thread, because torch waits for the others without regard to a deadline."""
         if self._making is None:
-            self._making = Future()
-            threading.Thread(target=self._make, args=(self._making,), name="weightsync-in-step", daemon=True).start()
+            self._making = in_daemon_thread(self._make, "weightsync-in-step")
         try:
             made = self._making.result(max(deadline.left, least) or deadline.remaining(self._what))
         except TimeoutError:
@@ -120,8 +119,8 @@ class InStep:
             raise PeerLost(made)
         return made
 
-    def _make(self, making: Future[Any]) -> None:
+    def _make(self) -> Any:  # noqa: ANN401 - torch's
         try:
-            making.set_result(dist.new_group(self.ranks, backend="gloo", timeout=_FOREVER, use_local_synchronization=True))
+            return dist.new_group(self.ranks, backend="gloo", timeout=_FOREVER, use_local_synchronization=True)
         except Exception as error:  # noqa: BLE001 - raised by who waits
-            making.set_result(f"the ranks {self.ranks} could not make a process group: {error}")
+            return f"the ranks {self.ranks} could not make a process group: {error}"

@@ -17,27 +17,26 @@ from weightsync.server.findings import Finding, ask_coordinator, find_release
 _SGLANG = "sglang.srt.plugins"
 _STARTS_COORDINATOR = ("nemo_rl", "verl")
 """The others join a coordinator that runs already."""
-
-
-_REPLACED = {
+_INTERFACES = {
     "areal": ("engine", "FSDPEngine has what weightsync replaces and calls", "weightsync.integrations.areal.actor"),
     "openrlhf": ("policy", "its policy actors have what weightsync replaces", "weightsync.integrations.openrlhf.policy"),
+    "sglang": ("interface", "SGLang has what weightsync hooks and calls", "weightsync.engines.sglang.plugin"),
     "skyrl": ("trainer", "enable() takes its name in vLLM's factory of trainer engines", "weightsync.integrations.skyrl"),
     "trl": ("server mode", "enable() finds what it substitutes", "weightsync.integrations.trl.server_mode"),
 }
-"""Name of the finding, what it says if all is there, and our module that the trainer imports."""
+"""Name of the finding, what it says if all is there, and our module that the trainer or the engine imports."""
 
 
-def _replaced(package: str) -> Iterator[Finding]:
-    """Import what the trainer would, in the same way, and look for what it replaces."""
-    name, fits, module = _REPLACED[package]
+def _interface(package: str) -> Finding:
+    """Import what the trainer or the engine would, in the same way, and look for what is replaced or called."""
+    name, fits, module = _INTERFACES[package]
     try:
         import_module(module)
         check_interface(package)
     except (ImportError, WeightSyncError) as error:
-        yield Finding(name, "missing", f"{type(error).__name__}: {error}", "enable() raises this too")
-    else:
-        yield Finding(name, "ok", fits)
+        cost = "SGLang serves without updates" if package == "sglang" else "enable() raises this too"
+        return Finding(name, "missing", f"{type(error).__name__}: {error}", cost)
+    return Finding(name, "ok", fits)
 
 
 def _sglang() -> Iterator[Finding]:
@@ -46,12 +45,6 @@ def _sglang() -> Iterator[Finding]:
     else:
         yield Finding("environment", "missing", "WEIGHTSYNC_COORDINATOR is not set", "SGLang does not join")
     yield _plugin()
-    try:
-        check_interface("sglang")
-    except WeightSyncError as error:
-        yield Finding("interface", "missing", str(error), "SGLang serves without updates")
-    else:
-        yield Finding("interface", "ok", "SGLang has what weightsync hooks and calls")
 
 
 def _plugin() -> Finding:
@@ -77,18 +70,18 @@ def find_called_vllm(trainers: str, otherwise: str) -> Finding:
     return Finding("vLLM", "ok", f"{release}{tested}: its workers read the {trainers}'s shards, where the model allows it")
 
 
-CHECKS = tuple(sorted((*_REPLACED, *_STARTS_COORDINATOR, "sglang")))
+CHECKS = tuple(sorted((*_INTERFACES, *_STARTS_COORDINATOR)))
 """Names of the packages that can be checked."""
 
 
 def _checks(package: str) -> Iterator[Finding]:
     """Checks that are made where ``package`` is installed."""
-    if package in _REPLACED:
-        yield from _replaced(package)
-    elif package in _STARTS_COORDINATOR:
+    if package in _STARTS_COORDINATOR:
         yield from import_module(f"weightsync.integrations.{package}.check").findings()
-    else:
+        return
+    if package == "sglang":
         yield from _sglang()
+    yield _interface(package)
 
 
 def findings(package: str) -> Iterator[Finding]:

@@ -300,7 +300,7 @@ class HostStreamed(StreamedFiller):
     def prepare(self, deadline: Deadline) -> None:
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
-        self._context.engine.can_read_back(build=True)
+        self._context.engine.can_read_back()
 
     def _receive(self, bucket: int, deadline: Deadline) -> None:
         self._read_host(bucket, self._digests, deadline, self._constants)
@@ -327,7 +327,7 @@ class DeviceStreamed(StreamedFiller):
         """See :meth:`PlanFiller.prepare`."""
         super().prepare(deadline)
         self._digest: DeviceDigest | None = None  # where the engine's parameters are read back
-        if not self._context.engine.can_read_back(build=True):
+        if not self._context.engine.can_read_back():
             self._digest = DeviceDigest(self._context.manifest, self.layout, self.device)
             self._digest.build(self._addresses)
         readers = list(self._readers)

@@ -60,22 +60,16 @@ def norms(config: HFConfig) -> Rules:
     }
 
 
-def attention(
-    config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, qk_norm: bool = False, output_gate: bool = False
-) -> Rules:
-    """Return the rules of grouped-query attention: one parameter holds, for each group, its queries, its key and its value.
-
-    With ``output_gate`` (as Qwen3-Next has it), a group's gates follow its queries in Megatron, and ``q_proj`` has each head's gate
-    after its query.
-    """
+def attention(config: HFConfig, *, qkv_bias: bool = False, bias: bool = False, qk_norm: bool = False) -> Rules:
+    """Return the rules of grouped-query attention: one parameter holds, for each group, its queries, its key and its value."""
     heads, groups, extent = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     hidden = config.hidden_size
     rules = {
-        "self_attention.linear_qkv.weight": _grouped("weight", heads, groups, extent, (hidden,), output_gate),
+        "self_attention.linear_qkv.weight": _grouped("weight", heads, groups, extent, (hidden,)),
         "self_attention.linear_proj.weight": whole("self_attn.o_proj.weight", hidden, heads * extent, dim=1, cut=True),
     }
     if qkv_bias or bias:
-        rules["self_attention.linear_qkv.bias"] = _grouped("bias", heads, groups, extent, (), output_gate)
+        rules["self_attention.linear_qkv.bias"] = _grouped("bias", heads, groups, extent, ())
     if bias:
         rules["self_attention.linear_proj.bias"] = whole("self_attn.o_proj.bias", hidden)
     if qk_norm:
@@ -84,33 +78,14 @@ def attention(
     return rules
 
 
-def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int, ...], gated: bool) -> Packing:
-    """Return the packing of queries, their gates if ``gated``, key and value of one group after the other."""
+def _grouped(kind: str, heads: int, groups: int, extent: int, columns: tuple[int, ...]) -> Packing:
+    """Return the packing of queries, key and value of one group after the other."""
     each, parts = heads // groups, list[Part]()
-    step = 2 * extent if gated else extent
     for group in range(groups):
-        query, shape = f"self_attn.q_proj.{kind}", (heads * step, *columns)
-        first = group * each
-        if gated:
-            parts += (Part(query, shape, head * step + gate, extent) for gate in (0, extent) for head in range(first, first + each))
-        else:
-            parts.append(Part(query, shape, first * extent, each * extent))
+        parts.append(Part(f"self_attn.q_proj.{kind}", (heads * extent, *columns), group * each * extent, each * extent))
         keys_values = (f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
         parts += (Part(name, (groups * extent, *columns), group * extent, extent) for name in keys_values)
     return Packing(tuple(parts))
-
-
-def plain_mlp(config: HFConfig, *, bias: bool = False, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Rules:
-    """Return the rules of an MLP without a gate."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    rules = {
-        "mlp.linear_fc1.weight": whole(f"{up}.weight", ffn, hidden, cut=True),
-        "mlp.linear_fc2.weight": whole(f"{down}.weight", hidden, ffn, dim=1, cut=True),
-    }
-    if bias:
-        rules["mlp.linear_fc1.bias"] = whole(f"{up}.bias", ffn, cut=True)
-        rules["mlp.linear_fc2.bias"] = whole(f"{down}.bias", hidden)
-    return rules
 
 
 def gated_mlp(config: HFConfig, *, bias: bool = False, ffn: int | None = None, module: str = "mlp", name: str = "mlp") -> Rules:

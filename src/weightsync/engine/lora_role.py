@@ -44,23 +44,20 @@ class _NoWeights(EngineAdapter):
         return Manifest(())
 
 
-class _LoraStaging:
-    """Memory for one version of one source's adapter, and the connections that fill it: at most one for each rank."""
+class _LoraStaging(HostDirect):
+    """Fills memory for one version of one source's adapter, by at most one connection for each rank."""
 
-    def __init__(self, context: FillContext, body: PrepareLora, manifest: Manifest, deadline: Deadline) -> None:
-        self.plan, self.manifest = body.plan, manifest
+    def __init__(self, context: FillContext, body: PrepareLora, manifest: Manifest) -> None:
         layout = Layout.from_columns(manifest, body.plan.layout)
         if len(layout.regions) != 1:
             raise PlanMismatch(f"an adapter is staged in one piece, not in {len(layout.regions)}")
-        self._memory = Staging(manifest, layout, buffers=1, free=available_bytes())
-        self.filler = HostDirect(replace(context, manifest=manifest), body.plan, layout, self._memory.addresses)
+        memory = Staging(manifest, layout, buffers=1, free=available_bytes())
+        super().__init__(replace(context, manifest=manifest), body.plan, layout, memory.addresses)
+        self._owned.callback(memory.close)
+        self.manifest, self._memory = manifest, memory
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._memory.tensors(0))
-
-    def close(self) -> None:
-        self.filler.close()
-        self._memory.close()
 
 
 class LoraRole(SessionFront):
@@ -165,13 +162,13 @@ class LoraRole(SessionFront):
         staging = self._staging
         if staging is None or staging.plan.digest != body.plan.digest or staging.plan.sources != body.plan.sources:
             self._release()
-            staging = self._staging = _LoraStaging(self._context, body, manifest, deadline)
+            staging = self._staging = _LoraStaging(self._context, body, manifest)
             with OnFailure(self._release):
                 self.session.check_abort()  # an abort before the filler was in its place did not reach it
-                staging.filler.prepare(deadline)
+                staging.prepare(deadline)
         self._prepared = spec, body.number
         failpoints.reached("engine.lora.prepared")
-        return Prepared(digest=staging.filler.digest, transports=staging.filler.transports)
+        return Prepared(digest=staging.digest, transports=staging.transports)
 
     def _stage(self, body: StageLora, deadline: Deadline) -> Moved:
         prepared, staging = self._prepared, self._staging
@@ -180,7 +177,7 @@ class LoraRole(SessionFront):
         self._prepared, spec = None, prepared[0]
         label = adapter_label(body.name, body.number)
         with OnFailure(self._release):  # its connections may be beyond use
-            filled = staging.filler.run(body.number, deadline)
+            filled = staging.run(body.number, deadline)
         failpoints.reached("engine.lora.received")
         self._staged = label, spec
         with OnFailure(self._unstage):
@@ -191,7 +188,7 @@ class LoraRole(SessionFront):
             self.session.check_abort()
         failpoints.reached("engine.lora.staged")
         return Moved(
-            nbytes=staging.filler.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
+            nbytes=staging.nbytes, digests=digests.astype("<u8").tobytes(), receive_seconds=filled.receive_seconds,
             load_seconds=0.0, digest_seconds=0.0, verified="received" if reason else "installed", reason=reason[:_MOST_REASON],
         )  # fmt: skip
 
@@ -246,7 +243,7 @@ class LoraRole(SessionFront):
     def _abort_work(self) -> None:
         staging = self._staging
         if staging is not None:
-            staging.filler.abort()
+            staging.abort()
 
     def close(self, timeout: float = 5.0) -> None:
         """Abort what runs and free the staging memory. The engine keeps the versions that it serves."""

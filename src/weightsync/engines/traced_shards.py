@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from weightsync.engines.processing import restored
 from weightsync.errors import ConfigurationError, LayoutError, LoadError
 from weightsync.model import Manifest
 from weightsync.protocol.messages import Delivery
@@ -193,12 +194,6 @@ def chosen_shards(
     return None, direct
 
 
-@contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[None]:
+def parameters_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Restore parameters that the loader replaces: by meta tensors during tracing, or by others during the trial."""
-    before = [(layer, name, parameter) for layer in model.modules() for name, parameter in layer._parameters.items()]
-    try:
-        yield
-    finally:
-        for layer, name, parameter in before:
-            layer._parameters[name] = parameter
+    return restored(layer._parameters for layer in model.modules())

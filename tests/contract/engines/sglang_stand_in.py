@@ -45,6 +45,10 @@ class Write:
     """A request that writes weights."""
 
 
+def wake(tags: list[str]) -> tuple[str, ...]:
+    return tuple(tags)
+
+
 REQUESTS = SimpleNamespace(
     **dict.fromkeys(
         (
@@ -63,7 +67,7 @@ REQUESTS = SimpleNamespace(
     PauseGenerationReqInput=Pause,
     ContinueGenerationReqInput=Proceed,
     AbortReq=Abort,
-    ResumeMemoryOccupationReqInput=tuple,
+    ResumeMemoryOccupationReqInput=wake,
 )  # fmt: skip
 """In the place of SGLang's module of requests."""
 

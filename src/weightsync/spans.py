@@ -18,28 +18,10 @@ import msgspec
 MOST_SPANS = 4096
 """Spans of one call at most. A recorder leaves out further ones."""
 PHASES = (
-    "wait",
-    "maxima",
-    "copy",
-    "digest",
-    "changes",
-    "connect",
-    "map",
-    "cover",
-    "shards",
-    "audit",
-    "pause",
-    "begin",
-    "wake_weights",
-    "follow",
-    "read",
-    "load",
-    "apply",
-    "finish",
-    "wake_cache",
-    "flush",
-    "resume",
-)
+    "wait", "maxima", "copy", "digest", "changes",  # a trainer rank places a version
+    "connect", "map", "cover", "shards", "audit",  # an engine rank serves
+    "pause", "begin", "wake_weights", "follow", "read", "load", "apply", "finish", "wake_cache", "flush", "resume",  # and is paused
+)  # fmt: skip
 """Names of the spans of trainer and engine ranks."""
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 T = TypeVar("T")

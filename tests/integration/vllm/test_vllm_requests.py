@@ -22,9 +22,12 @@ def test_vllms_own_application_checks_the_versions_that_requests_name(monkeypatc
 
     for module in (launcher, entry):
         monkeypatch.setattr(module, "build_app", launcher.build_app)  # and put back after the test
+    plain = launcher.build_app
     add_to_servers()
+    wrapped = launcher.build_app, entry.build_app
     add_to_servers()
-    assert entry.build_app is launcher.build_app
+    assert (launcher.build_app, entry.build_app) == wrapped
+    assert all(build.__wrapped__ is plain for build in wrapped)
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     app: Any = entry.build_app(arguments, ("generate",), None)
 

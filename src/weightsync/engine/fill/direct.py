@@ -271,8 +271,7 @@ class HostDirect(DirectFiller):
             self._report(done)
         if self._digests_last:
             with span("digest"):
-                digests.fill(0)
-                digest_rows(self._context.manifest, self.layout, self._addresses, 0, len(self.layout), digests, constants)
+                digests = self.digests(deadline, constants)
         self._readers.end(deadline)
         return Filled(digests, "installed", seconds)
 

@@ -26,7 +26,6 @@ EplbState: TypeAlias = Any
 """``vllm.distributed.eplb.eplb_state.EplbState``: the balancing of a worker's models."""
 
 _OWN = "_weightsync_hold"
-_making = threading.Lock()
 
 
 class BalancingHold:
@@ -112,11 +111,8 @@ def _any_rank(yes: bool) -> bool:
 
 def hold_of(state: EplbState) -> BalancingHold:
     """Return the one hold of ``state``."""
-    with _making:
-        if (held := vars(state).get(_OWN)) is None:
-            setattr(state, _OWN, held := BalancingHold(state))
-        hold: BalancingHold = held
-        return hold
+    hold: BalancingHold = vars(state).get(_OWN) or vars(state).setdefault(_OWN, BalancingHold(state))
+    return hold
 
 
 def follow_balancing() -> None:

@@ -30,6 +30,7 @@ from weightsync.coordinator.replicas import Replica
 from weightsync.coordinator.report import Report
 from weightsync.coordinator.round_context import Engines
 from weightsync.deadline import Deadline
+from weightsync.engine import adapter_calls
 from weightsync.engine.engine_role import EngineRole
 from weightsync.engine.session import EngineSession, Ticket
 from weightsync.errors import DeadlineExceeded, WeightSyncError
@@ -291,8 +292,8 @@ def _rounds_at_the_same_time() -> AbstractContextManager[None]:
 def _pause_not_awaited() -> AbstractContextManager[None]:
     def broken(role: EngineRole, body: Pause, deadline: Deadline) -> None:
         role.session.state = "paused"
-        for _, driven in role.session._calls._driven:
-            driven.paused = True
+        for adapter in role.session._calls._adapters:
+            vars(adapter)[adapter_calls._PAUSED] = True
 
     return replaced((EngineRole, "_pause", broken))
 

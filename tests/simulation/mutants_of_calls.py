@@ -13,6 +13,7 @@ from weightsync import failpoints
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.deadline import Deadline
+from weightsync.engine import adapter_calls
 from weightsync.engine.adapter_calls import AdapterCalls
 from weightsync.engine.engine_role import EngineRole
 from weightsync.model import PauseMode
@@ -57,9 +58,9 @@ def _served_while_memory_is_followed() -> AbstractContextManager[None]:
 
 def _paused_twice() -> AbstractContextManager[None]:
     def pausing(calls: AdapterCalls, mode: PauseMode, timeout: float) -> None:
-        for adapter, driven in calls._driven:
+        for adapter in calls._adapters:
             adapter.pause(mode, timeout)
-            driven.paused = True
+            vars(adapter)[adapter_calls._PAUSED] = True
 
     return replaced((AdapterCalls, "pause", pausing))
 

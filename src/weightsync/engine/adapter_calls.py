@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -18,41 +18,22 @@ from weightsync.tensors.shards import Shard
 
 _log = logging.getLogger(__name__)
 _Hook = Callable[[], None]
+_PAUSED = "_weightsync_paused"
+"""Attribute of an adapter whose last ``pause`` succeeded, if no ``resume`` has begun since."""
 
 
 class _Driven:
-    """Lock and pause state that all drivers of one adapter share. It is stored on the adapter."""
+    """Lock and state that all drivers of one adapter share. It is stored on the adapter; of several, on the first."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.paused = False
         self.paused_by = 0
+        """The number of the last call that paused the engine for an update, by any driver. Calls of all drivers share numbers."""
         self.running: tuple[str, float] | None = None
         self.driver: weakref.ref[AdapterCalls] | None = None
         self.drivers = weakref.WeakSet[AdapterCalls]()
         self.later: list[_Hook] = []
         """Called when the current turn ends."""
-
-
-class _Turn:
-    """The turns with several adapters as one, which has the methods of a lock."""
-
-    def __init__(self, turns: Sequence[threading.Lock]) -> None:
-        self._turns = turns
-
-    def acquire(self, timeout: float) -> bool:
-        end = time.monotonic() + timeout
-        with ExitStack() as undo:
-            for turn in self._turns:
-                if not turn.acquire(timeout=max(end - time.monotonic(), 0.0)):
-                    return False
-                undo.callback(turn.release)
-            undo.pop_all()
-        return True
-
-    def release(self) -> None:
-        for turn in self._turns:
-            turn.release()
 
 
 class AdapterCalls:
@@ -70,38 +51,25 @@ class AdapterCalls:
         self, adapters: Sequence[EngineAdapter], member: str, taken: _Hook = lambda: None, overwritten: _Hook = lambda: None
     ) -> None:
         self._member, self._taken, self._overwritten = member, taken, overwritten
-        self._driven: tuple[tuple[EngineAdapter, _Driven], ...] = tuple(
-            (adapter, vars(adapter).setdefault("_weightsync_driven", _Driven())) for adapter in adapters
-        )
-        for _, driven in self._driven:
-            driven.drivers.add(self)
-        self.turn = _Turn([driven.turn for _, driven in self._driven])
+        self._adapters = adapters
+        self.driven: _Driven = vars(adapters[0]).setdefault("_weightsync_driven", _Driven())
+        self.driven.drivers.add(self)
+        self.turn: threading.Lock = self.driven.turn
         """Held during everything that must not be mixed with what another one does with the same adapters."""
 
     @property
     def paused(self) -> bool:
         """Whether the last ``pause`` of every adapter succeeded and no ``resume`` has begun since."""
-        return all(driven.paused for _, driven in self._driven)
-
-    @property
-    def paused_by(self) -> int:
-        """The number of the last call that paused the engine for an update, by any driver. Calls of all drivers share numbers."""
-        return max(driven.paused_by for _, driven in self._driven)
-
-    @paused_by.setter
-    def paused_by(self, number: int) -> None:
-        for _, driven in self._driven:
-            driven.paused_by = number
+        return all(vars(adapter).get(_PAUSED, False) for adapter in self._adapters)
 
     @property
     def running(self) -> str | None:
         """For people: who is inside which call for how long; ``None`` if no call runs. Any thread."""
-        for _, driven in self._driven:
-            running = driven.running
-            if running is not None:
-                call, since = running
-                return f"{call} for {time.monotonic() - since:.3g} s"
-        return None
+        running = self.driven.running
+        if running is None:
+            return None
+        call, since = running
+        return f"{call} for {time.monotonic() - since:.3g} s"
 
     def when_free(self, work: _Hook, timeout: float) -> bool:
         """Call ``work`` in a turn. Without one within ``timeout`` seconds, the end of whichever turn lasts calls it.
@@ -109,47 +77,47 @@ class AdapterCalls:
         Returns:
             Whether a turn came in time.
         """
-        later = self._driven[0][1].later
-        came = self.turn.acquire(timeout)
+        later = self.driven.later
+        came = self.turn.acquire(timeout=timeout)
         later.append(work)
-        if came or self.turn.acquire(0.0):  # the turn may have ended just before ``work`` was in the list
+        if came or self.turn.acquire(blocking=False):  # the turn may have ended just before ``work`` was in the list
             self.end_turn()
         return came
 
     def end_turn(self) -> None:
         """Do what :meth:`when_free` left to do, and release :attr:`turn`."""
-        later = self._driven[0][1].later
+        later = self.driven.later
         while True:
             try:
                 while later:
                     later.pop(0)()
             finally:
                 self.turn.release()
-            if not later or not self.turn.acquire(0.0):
+            if not later or not self.turn.acquire(blocking=False):
                 return
 
     @contextmanager
-    def _call(self, adapter: EngineAdapter, driven: _Driven, method: str, phase: str = "") -> Iterator[None]:
-        driven.running = f"{self._member} is inside {type(adapter).__name__}.{method}()", time.monotonic()
+    def _call(self, adapter: EngineAdapter, method: str, phase: str = "") -> Iterator[None]:
+        self.driven.running = f"{self._member} is inside {type(adapter).__name__}.{method}()", time.monotonic()
         try:
             with span(phase or method):
                 yield
         finally:
-            driven.running = None
+            self.driven.running = None
 
-    def _take(self, driven: _Driven) -> None:
-        driver = driven.driver
+    def _take(self) -> None:
+        driver = self.driven.driver
         before = None if driver is None else driver()
         if before is self:
             return
-        driven.driver = weakref.ref(self)
+        self.driven.driver = weakref.ref(self)
         if before is not None:
             _log.info("%s takes over the engine that %s updated until now", self._member, before._member)
             before._taken()
 
     def aborted(self, reason: str) -> None:
         """See :meth:`EngineAdapter.aborted`. Takes no turn. One that raises keeps nobody from pausing the engine."""
-        for adapter, _ in self._driven:
+        for adapter in self._adapters:
             try:
                 adapter.aborted(reason)
             except Exception:  # noqa: BLE001 - the adapter's own
@@ -158,8 +126,8 @@ class AdapterCalls:
     def shards(self, phase: str = "") -> Sequence[Shard] | None:
         """See :meth:`EngineAdapter.shards`; of all adapters, if all have shards. ``phase`` names the call in traces."""
         every: list[Sequence[Shard]] = []
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "shards", phase):
+        for adapter in self._adapters:
+            with self._call(adapter, "shards", phase):
                 shards = adapter.shards()
             if shards is None:
                 return None
@@ -168,72 +136,72 @@ class AdapterCalls:
 
     def hold_parameters(self, seconds: float) -> None:
         """See :meth:`EngineAdapter.hold_parameters`."""
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "hold_parameters"):
+        for adapter in self._adapters:
+            with self._call(adapter, "hold_parameters"):
                 adapter.hold_parameters(seconds)
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """See :meth:`EngineAdapter.pause` and :attr:`EngineAdapter.pauses_twice`."""
-        for _, driven in self._driven:
-            self._take(driven)
-        for adapter, driven in self._driven:
-            if driven.paused and not adapter.pauses_twice:
+        self._take()
+        for adapter in self._adapters:
+            paused = vars(adapter).get(_PAUSED, False)
+            if paused and not adapter.pauses_twice:
                 continue
             # What was held by the first pause stays held: to abort it, or let it end, was not asked for then.
-            asked: PauseMode = "keep" if driven.paused else mode
-            driven.paused = False
-            with self._call(adapter, driven, "pause"):
+            asked: PauseMode = "keep" if paused else mode
+            vars(adapter)[_PAUSED] = False
+            with self._call(adapter, "pause"):
                 adapter.pause(asked, timeout)
-            driven.paused = True
+            vars(adapter)[_PAUSED] = True
 
     def begin(self) -> None:
         """See :meth:`EngineAdapter.begin`."""
-        for adapter, driven in self._driven:
-            self._take(driven)
-            for other in set(driven.drivers) - {self}:
-                other._overwritten()
-            with self._call(adapter, driven, "begin"):
+        self._take()
+        for other in set(self.driven.drivers) - {self}:
+            other._overwritten()
+        for adapter in self._adapters:
+            with self._call(adapter, "begin"):
                 adapter.begin()
 
     def wake_weights(self) -> None:
         """See :meth:`EngineAdapter.wake_weights`."""
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "wake_weights"):
+        for adapter in self._adapters:
+            with self._call(adapter, "wake_weights"):
                 adapter.wake_weights()
 
     def load(self, index: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`EngineAdapter.load`; of one adapter."""
-        adapter, driven = self._driven[index]
-        with self._call(adapter, driven, "load"):
+        adapter = self._adapters[index]
+        with self._call(adapter, "load"):
             adapter.load(tensors)
 
     def keep(self, index: int, names: Collection[str]) -> None:
         """See :meth:`EngineAdapter.keep`; of one adapter."""
-        self._driven[index][0].keep(names)
+        self._adapters[index].keep(names)
 
     def finish(self, version: Version) -> None:
         """See :meth:`EngineAdapter.finish`."""
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "finish"):
+        for adapter in self._adapters:
+            with self._call(adapter, "finish"):
                 adapter.finish(version)
 
     def wake_cache(self) -> None:
         """See :meth:`EngineAdapter.wake_cache`."""
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "wake_cache"):
+        for adapter in self._adapters:
+            with self._call(adapter, "wake_cache"):
                 adapter.wake_cache()
 
     def flush(self) -> str | None:
         """See :meth:`EngineAdapter.flush`. Returns the name of an adapter that refused to drop caches."""
-        for adapter, driven in self._driven:
-            with self._call(adapter, driven, "flush"):
+        for adapter in self._adapters:
+            with self._call(adapter, "flush"):
                 if not adapter.flush():
                     return adapter.name
         return None
 
     def resume(self) -> None:
         """See :meth:`EngineAdapter.resume`."""
-        for adapter, driven in self._driven:
-            driven.paused = False
-            with self._call(adapter, driven, "resume"):
+        for adapter in self._adapters:
+            vars(adapter)[_PAUSED] = False
+            with self._call(adapter, "resume"):
                 adapter.resume()

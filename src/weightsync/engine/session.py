@@ -193,7 +193,7 @@ class EngineSession:
         Raises :class:`~weightsync.errors.DeadlineExceeded` if the turn does not come in time.
         """
         timeout = 0.0 if call.yields else deadline.left
-        if not self._calls.turn.acquire(timeout):
+        if not self._calls.turn.acquire(timeout=timeout):
             never = "; it is never resumed from here" if call is self._due else ""
             raise DeadlineExceeded(f"{self.occupation}, so {call.what} did not get its turn in {timeout:.3g} s{never}")
         try:
@@ -307,7 +307,7 @@ class EngineSession:
             self.check_abort()  # an abort before the announcement does not end the wait for a call
         self._update = self._current.update  # even if pausing fails
         self._calls.pause(mode, timeout)
-        self._calls.paused_by = self._current.number
+        self._calls.driven.paused_by = self._current.number
         self.state = "paused"
         self.check_abort()
 
@@ -435,7 +435,7 @@ class EngineSession:
 
     def _concerns(self, due: Ticket | None) -> bool:
         """Whether a quarantine is due, and no update that was begun after it has paused the engine: that one is not spoiled."""
-        return due is not None and due.update == self._update and self._calls.paused_by <= due.number
+        return due is not None and due.update == self._update and self._calls.driven.paused_by <= due.number
 
     def _quarantine(self, call: Ticket, deadline: Deadline) -> None:
         if self.closed or not self._concerns(call):

@@ -24,17 +24,9 @@ aten = torch.ops.aten
 
 _RESHAPING = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "detach_", "as_strided_", "set_", "rename_"}
 _FILLING = {
-    "fill_",
-    "zero_",
-    "normal_",
-    "uniform_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-}
+    "fill_", "zero_",
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+}  # fmt: skip
 _EXACT = {torch.float8_e8m0fnu, torch.bfloat16, torch.float16}
 _READING = {"_local_scalar_dense", "equal", "is_nonzero"}
 

@@ -111,7 +111,7 @@ def _any_rank(yes: bool) -> bool:
 
 def hold_of(state: EplbState) -> BalancingHold:
     """Return the one hold of ``state``."""
-    hold: BalancingHold = vars(state).get(_OWN) or vars(state).setdefault(_OWN, BalancingHold(state))
+    hold: BalancingHold = state.__dict__.get(_OWN) or state.__dict__.setdefault(_OWN, BalancingHold(state))
     return hold
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -49,12 +50,12 @@ class Calls:
     def __post_init__(self) -> None:
         """No call is under way."""
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Body]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Body], asyncio.Task[Any] | None]] = {}
+        """Answers that are awaited, each with the task that awaits it."""
         self._followed: dict[int, tuple[spans.Tracer, float]] = {}
         self._handlers: dict[int, asyncio.Task[None]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self._closed: WeightSyncError | None = None
-        self._returned: asyncio.Event | None = None
 
     async def call(self, body: Body, timeout: float) -> Body:
         """Send ``body`` and return the other side's answer. A call that times out or is cancelled is withdrawn from the other side.
@@ -72,7 +73,7 @@ class Calls:
         timeout = min(timeout, _MOST_SECONDS)  # more is refused by the other side
         number = next(self._ids)
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self._waiting[number] = answer, asyncio.current_task()
         tracer, sent = spans.tracer(), asyncio.get_running_loop().time()
         if tracer is not None:
             self._followed[number] = tracer, sent
@@ -85,8 +86,6 @@ class Calls:
             return result
         finally:
             del self._waiting[number]
-            if self._returned is not None and not self._answered():
-                self._returned.set()
             if tracer is not None and self._followed.pop(number, None) is not None:
                 tracer.unanswered(self.peer, type(body).__name__, sent, asyncio.get_running_loop().time())
             answered = answered or (answer.done() and not answer.cancelled())
@@ -107,7 +106,7 @@ class Calls:
         match frame:
             case Answer() | Failure():
                 self._follow(frame)
-                answer = self._waiting.get(frame.id)  # unknown: withdrawn while its answer was in flight
+                answer, _ = self._waiting.get(frame.id, (None, None))  # unknown: withdrawn while its answer was in flight
                 if answer is None or answer.done():
                     return
                 if isinstance(frame, Answer):
@@ -135,14 +134,9 @@ class Calls:
             await asyncio.wait(running)
 
     async def returned(self) -> None:
-        """Wait until every call whose answer has arrived has returned, and the done callbacks of its task have run."""
-        if self._answered():
-            self._returned = asyncio.Event()
-            await self._returned.wait()
-            await asyncio.sleep(0)  # the last call set the event before its task ended, so this task wakes before those callbacks
-
-    def _answered(self) -> bool:
-        return any(answer.done() for answer in self._waiting.values())
+        """Wait until the task of every call whose answer has arrived has ended, and its done callbacks have run."""
+        if tasks := [task for answer, task in self._waiting.values() if answer.done() and task is not None]:
+            await asyncio.wait(tasks)
 
     def notify(self, text: str) -> None:
         """Send a :class:`~weightsync.protocol.messages.Notice` if the connection is open. Never waits."""
@@ -153,7 +147,7 @@ class Calls:
         if self._closed is not None:
             return
         self._closed = error or PeerLost("the connection closed")
-        for answer in self._waiting.values():
+        for answer, _ in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._closed)
         for task in (*self._handlers.values(), *self._posts):

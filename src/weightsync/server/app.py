@@ -36,7 +36,7 @@ from weightsync.server.agents import ADAPTERS, AgentSockets
 from weightsync.server.connections import Connections
 from weightsync.server.history import MOST_ROUNDS, RoundHistory, RoundRecord, record_of, running_record
 from weightsync.server.http_connection import TRANSPORT
-from weightsync.server.loop_share import LoopShare
+from weightsync.server.loop_share import LoopShare, Snapshot
 from weightsync.server.metrics import CONTENT_TYPE, CoordinatorMetrics
 from weightsync.server.mounts import Mount
 from weightsync.server.openapi import Operation, Revocation, RoundRequest, decode_body, document
@@ -44,7 +44,6 @@ from weightsync.server.otel import OtelExport
 from weightsync.server.problems import body_of, problem, problem_of
 from weightsync.server.routers import Routers
 from weightsync.server.served import MOST_SECONDS, SERVED_PATH, Served, encode_served, while_connected
-from weightsync.server.snapshots import Snapshot
 
 T = TypeVar("T")
 

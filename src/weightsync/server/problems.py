@@ -41,10 +41,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 def status_of(error: BaseException) -> HTTPStatus:
     """The status code that stands for ``error``."""
-    for kind in type(error).__mro__:
-        if kind in STATUS:
-            return STATUS[kind]
-    return HTTPStatus.INTERNAL_SERVER_ERROR
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def problem(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:

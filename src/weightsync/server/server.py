@@ -62,10 +62,9 @@ def _listen(settings: ServerSettings, undo: contextlib.ExitStack) -> list[socket
 
 def _has(host: str) -> bool:
     """Return whether this machine has the address ``host``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, 0), family=family).close()
-    except OSError:
+        _bound(host, 0).close()
+    except ConfigurationError:
         return False
     return True
 

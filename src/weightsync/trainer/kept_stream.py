@@ -20,7 +20,7 @@ class KeptStream(ShardedState):
     """Host memory for all tensors of a stream, which ``stream`` converts and quantizes."""
 
     def __init__(self, stream: StreamRole) -> None:
-        self._formats, self._dtype = stream.formats, stream.dtype if stream.formats is None else None
+        self._formats, self._dtype = stream.formats, stream.ring.dtype
         self._kept: dict[str, tuple[TensorSpec, Shard]] = {}
         self._free: int | None = None
         self._declared = Manifest(()), list[Shard]()

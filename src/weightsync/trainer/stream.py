@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from weightsync.tensors.digest import digest_box
 from weightsync.tensors.quantization import ChooseFormats
 from weightsync.tensors.shards import DTypes, checkpoint_name, torch_dtype
 from weightsync.trainer.stream_formats import StreamFormats
-from weightsync.trainer.stream_plan import StreamPlan, WindowContents
+from weightsync.trainer.stream_plan import StreamPlan, WindowContents, WindowRing
 from weightsync.transports.cuda.region import CudaRegion
 from weightsync.transports.host.region import PublishedRegion
 
@@ -142,35 +142,18 @@ class _Window:
 class StreamedPublication:
     """One publication of a stream by this rank.
 
-    The thread that iterates calls :meth:`drain`, another thread :meth:`window`. All ranks cut the same tensors into the same
-    windows. Each copies only its own: those whose number is its rank, modulo the world size.
+    The thread that iterates calls :meth:`drain`, another thread :meth:`window`.
 
     Args:
-        memory: The windows, ``uint8[windows * capacity]``, on the host or a CUDA device.
-        capacity: Bytes of a window.
-        rank: This trainer rank.
-        world_size: Number of trainer ranks.
-        dtype: What to convert to; see :class:`weightsync.Trainer`.
+        ring: The windows.
         stamp: Version number under which the region is readable meanwhile.
         plan: That of the publication before, if its stream came to its end.
-        formats: Quantizes what is published, and converts it instead of ``dtype``.
+        formats: Quantizes what is published, and has converted it.
     """
 
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        capacity: int,
-        rank: int,
-        world_size: int,
-        dtype: DTypes,
-        stamp: int,
-        plan: StreamPlan | None = None,
-        formats: StreamFormats | None = None,
-    ) -> None:
+    def __init__(self, ring: WindowRing, stamp: int, plan: StreamPlan | None, formats: StreamFormats | None) -> None:
         self.stamp = stamp
-        self._memory, self._capacity = memory, capacity
-        self._slots = len(memory) // capacity
-        self._rank, self._world_size, self._dtype, self._formats = rank, world_size, dtype if formats is None else None, formats
+        self._ring, self._formats = ring, formats
         self._lock = threading.RLock()
         """Entered itself, not as :attr:`_changed`: an exception of a signal handler in between would leave it held."""
         self._changed = threading.Condition(self._lock)
@@ -179,7 +162,7 @@ class StreamedPublication:
         self._most = 0  # bytes of a window, once the coordinator has sent it
         self._version = 0  # once it has sent that
         self._released = 0
-        self.next = rank
+        self.next = ring.rank
         """The window that the coordinator asks for next."""
         self._error: tuple[str, str] | None = None
         """Why it was stopped, in words: an error would refer to the frames in which it was raised, and these to the windows."""
@@ -211,7 +194,7 @@ class StreamedPublication:
                         failure = error if self.stop(error) else None
                 del item  # its memory is needed for the next one
         except BaseException as error:
-            self.stop(Aborted(f"the stream of trainer rank {self._rank} raised: {type(error).__name__}: {error}"))
+            self.stop(Aborted(f"the stream of trainer rank {self._ring.rank} raised: {type(error).__name__}: {error}"))
             raise
         if failure is not None:
             try:
@@ -246,7 +229,7 @@ class StreamedPublication:
                 self._close(plan)
                 self._open(number, deadline)
             if target is not None:
-                if self._current is not None and self._memory.is_cuda:
+                if self._current is not None and self._ring.memory.is_cuda:
                     self._follow(self._current)
                 target.copy_(tensor if box is None else tensor[box])
         self._taken += 1
@@ -257,26 +240,28 @@ class StreamedPublication:
             self._wait(lambda: bool(self._most), deadline, "waiting for the other trainer ranks to publish")
         plan, self._earlier = self._earlier, None
         if plan is None or plan.most != self._most:
-            plan = StreamPlan(self._memory, self._capacity, self._most, self._rank, self._world_size, self._dtype)
+            plan = StreamPlan(self._ring, self._most)
         self._plan = plan
-        if self._world_size > 1:  # one rank alone cannot differ from others
+        if self._ring.world_size > 1:  # one rank alone cannot differ from others
             self._sample = StreamSample(self._version)
         return plan
 
     def _follow(self, window: _Window) -> None:
         """Order the next copy after those before it: an iterator may yield each tensor on a CUDA stream of its own."""
-        handle = torch._C._cuda_getCurrentRawStream(self._memory.device.index)  # for every tensor: a Stream object takes longer
+        device = self._ring.memory.device
+        handle = torch._C._cuda_getCurrentRawStream(device.index)  # for every tensor: a Stream object takes longer
         if handle == window.handle:
             return
-        current = torch.cuda.current_stream(self._memory.device)
+        current = torch.cuda.current_stream(device)
         if window.stream is not None:
             current.wait_stream(window.stream)
         window.stream, window.handle = current, handle
 
     def _open(self, number: int, deadline: Deadline) -> None:
         """Begin window ``number``. If this rank sends it, wait first until its memory is free."""
-        if number % self._world_size == self._rank:
-            reused = number - self._slots * self._world_size  # the window whose memory this is
+        if self._ring.own(number):
+            slots = len(self._ring.memory) // self._ring.capacity
+            reused = number - slots * self._ring.world_size  # the window whose memory this is
             with self._lock:
                 self._wait(lambda: self._released > reused, deadline, "waiting for readers")
             self._current = _Window()
@@ -288,10 +273,10 @@ class StreamedPublication:
         if window is None:
             return
         window.contents = plan.contents(self._number)
-        if self._memory.is_cuda:
+        if self._ring.memory.is_cuda:
             # Blocking: the iterating threads need the processors that a spinning wait for each window would take.
             window.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            window.copied.record(window.stream or torch.cuda.current_stream(self._memory.device))
+            window.copied.record(window.stream or torch.cuda.current_stream(self._ring.memory.device))
         with self._lock:
             self._full[self._number] = window
             self._changed.notify_all()
@@ -340,9 +325,9 @@ class StreamedPublication:
             Aborted: The stream was stopped, by whatever error stopped it.
             DeadlineExceeded: ``deadline`` passed.
         """
-        if body.window != self.next or body.window_bytes > self._capacity:
-            raise ConfigurationError(f"trainer rank {self._rank} has no window {body.window} of {body.window_bytes:,} bytes")
-        self.next += self._world_size
+        if body.window != self.next or body.window_bytes > self._ring.capacity:
+            raise ConfigurationError(f"trainer rank {self._ring.rank} has no window {body.window} of {body.window_bytes:,} bytes")
+        self.next += self._ring.world_size
         with self._lock:
             self._most, self._version = self._most or body.window_bytes, body.number
             self._released = max(self._released, body.released)
@@ -364,7 +349,7 @@ class StreamedPublication:
     def _digests(self, window: _Window, contents: WindowContents, deadline: Deadline) -> UInt64:
         if window.copied is None or self._plan is None:
             return contents.digests(deadline)
-        with torch.cuda.device(self._memory.device), torch.cuda.stream(self._plan.side):
+        with torch.cuda.device(self._ring.memory.device), torch.cuda.stream(self._plan.side):
             wait_for_event(window.copied, deadline, "filling a window of the stream")
             return contents.digests(deadline)
 
@@ -395,9 +380,8 @@ class StreamRole(Publication):
         self.manifest = _NOTHING
         self.epoch = 0
         """The epoch in which this rank publishes; 0 before the coordinator has sent it."""
-        self._rank, self._world_size = rank, world_size
-        self.dtype = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
-        self.formats = None if formats is None else StreamFormats(formats, self.dtype)
+        kinds = {checkpoint_name(name): kind for name, kind in dtype.items()} if isinstance(dtype, Mapping) else dtype
+        self.formats = None if formats is None else StreamFormats(formats, kinds)
         self.highest = -1
         """The highest number under which windows were placed."""
         self._stamps = 0
@@ -411,14 +395,15 @@ class StreamRole(Publication):
         with ExitStack() as owned:
             if stream.device is None:
                 self.region = region = PublishedRegion(nbytes, self.layout.digest, windows=True)
-                self._memory = torch.from_numpy(region.payload)
+                windows = torch.from_numpy(region.payload)
             else:
                 device = torch.device(stream.device)
                 device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                where = (self._memory.data_ptr(),)
+                windows = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                where = (windows.data_ptr(),)
                 self.region = CudaRegion((nbytes,), self.layout.digest, lambda: where, int(device.index), windows=True)
             owned.callback(self.region.close)
+            self.ring = WindowRing(windows, self.window_bytes, rank, world_size, kinds if formats is None else None)
             memory: Memory = "host" if stream.device is None else "cuda"
             reason = self._publish(self.region, memory, owned)
             if not self._publishers:
@@ -430,9 +415,7 @@ class StreamRole(Publication):
         """Begin a publication, which answers the coordinator's calls for ``call`` from now on until :meth:`end`."""
         self._stamps += 1
         plan, self._plan = self._plan, None
-        publication = StreamedPublication(
-            self._memory, self.window_bytes, self._rank, self._world_size, self.dtype, self._stamps, plan, self.formats
-        )
+        publication = StreamedPublication(self.ring, self._stamps, plan, self.formats)
         if self.formats is not None:
             self.formats.begin()
         with self.region.placing(self._stamps):
@@ -474,7 +457,7 @@ class StreamRole(Publication):
         """Stop serving and free the windows. Safe twice."""
         self.end()
         self._plan = None
-        self._memory = self._memory.new_empty(0)  # its views would keep the region mapped
+        self.ring = replace(self.ring, memory=self.ring.memory.new_empty(0))  # its views would keep the region mapped
         super().close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -51,6 +52,32 @@ class _PlannedTensor(NamedTuple):
     parts: tuple[PlannedPart, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class WindowRing:
+    """The windows of one trainer rank, which it fills one after the other, again and again.
+
+    All ranks cut the same tensors into the same windows. Each copies only its own: those whose number is its rank, modulo the world
+    size.
+    """
+
+    memory: torch.Tensor
+    """``uint8[windows * capacity]``, on the host or a CUDA device."""
+    capacity: int
+    """Bytes from one window to the next."""
+    rank: int
+    world_size: int
+    dtype: DTypes
+    """What to convert to; see :class:`weightsync.Trainer`."""
+
+    def own(self, window: int) -> bool:
+        """Whether this rank sends a window."""
+        return window % self.world_size == self.rank
+
+    def offset(self, window: int) -> int:
+        """Bytes from the beginning of this rank's memory to one of its windows."""
+        return window // self.world_size * self.capacity % len(self.memory)
+
+
 class WindowContents:
     """What is in a full window of this rank, whose memory is ``memory``, ``offset`` bytes from the beginning of the region."""
 
@@ -87,20 +114,10 @@ class StreamPlan:
 
     Grows while a stream comes for the first time. A stream that differs from the previous stream is planned again from
     its first difference. After an error it must be dropped. Used by the thread that iterates; :class:`WindowContents` by another.
-
-    Args:
-        memory: This rank's windows, ``uint8[windows * capacity]``.
-        capacity: Bytes from one window to the next.
-        most: Bytes that are used of each.
-        rank: This trainer rank, which sends the windows whose number is its own, modulo the world size.
-        world_size: Number of trainer ranks.
-        dtype: What to convert to; see :class:`weightsync.Trainer`.
     """
 
-    def __init__(self, memory: torch.Tensor, capacity: int, most: int, rank: int, world_size: int, dtype: DTypes) -> None:
-        self.most = most
-        self._memory, self._capacity = memory, capacity
-        self._rank, self._world_size, self._dtype = rank, world_size, dtype
+    def __init__(self, ring: WindowRing, most: int) -> None:
+        self.most, self._ring = most, ring
         self._planned: list[_PlannedTensor] = []
         self._contents: dict[int, WindowContents] = {}
         self._manifest: Manifest | None = None
@@ -112,7 +129,7 @@ class StreamPlan:
     @cached_property
     def side(self) -> torch.cuda.Stream:
         """The CUDA stream of digests."""
-        return torch.cuda.Stream(self._memory.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self._ring.memory.device)  # type: ignore[no-untyped-call]
 
     def parts(self, index: int, name: str, tensor: torch.Tensor) -> tuple[PlannedPart, ...]:
         """Where tensor number ``index`` of the stream goes.
@@ -139,8 +156,8 @@ class StreamPlan:
     def contents(self, window: int) -> WindowContents:
         """Return the contents of a full window of this rank."""
         if window not in self._contents:
-            offset = self._slot(window)
-            memory = self._memory[offset : offset + self._capacity]
+            offset = self._ring.offset(window)
+            memory = self._ring.memory[offset : offset + self._ring.capacity]
             self._contents[window] = WindowContents(tuple(self._parts), self._used, memory, offset)
         return self._contents[window]
 
@@ -162,7 +179,7 @@ class StreamPlan:
         self._contents = {number: contents for number, contents in self._contents.items() if number < self._window}
 
     def _plan(self, name: str, tensor: torch.Tensor) -> tuple[PlannedPart, ...]:
-        spec = published_spec(self._dtype, name, tensor)
+        spec = published_spec(self._ring.dtype, name, tensor)
         dtype = torch_dtype(spec.dtype)
         if spec.nbytes <= self.most:
             return (self._placed(spec, dtype, None),)
@@ -187,23 +204,16 @@ class StreamPlan:
         self._parts.append(part)
         self._used = offset + nbytes
         target = None
-        if nbytes and self._own(self._window):
-            first = self._slot(self._window) + offset
+        if nbytes and self._ring.own(self._window):
+            first = self._ring.offset(self._window) + offset
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # kept for others
-                target = self._memory[first : first + nbytes].view(dtype).view(extents)
+                target = self._ring.memory[first : first + nbytes].view(dtype).view(extents)
         return PlannedPart(self._window, part, box, target)
 
     def _advance(self) -> None:
         """Begin the next window, unless this one is empty."""
         if not self._parts:
             return
-        if self._own(self._window):
+        if self._ring.own(self._window):
             self.contents(self._window)
         self._window, self._used, self._parts = self._window + 1, 0, []
-
-    def _own(self, window: int) -> bool:
-        return window % self._world_size == self._rank
-
-    def _slot(self, window: int) -> int:
-        """Bytes from the beginning of this rank's memory to one of its windows."""
-        return window // self._world_size * self._capacity % len(self._memory)

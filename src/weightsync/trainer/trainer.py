@@ -163,7 +163,7 @@ class Trainer(Closeable):
         self._run, self._session = run, Secret(uuid.uuid4().hex)
         self._new_epoch = new_epoch
         self._requests = PublishRequests(pause_mode)
-        self._published = self._last = -1
+        self._last = -1
         self._calls = secrets.randbits(48)
         self._asked: Latch | None = None  # set when the round of the last stream is over
         self._missed = MissedReplicas(_log)
@@ -220,7 +220,8 @@ class Trainer(Closeable):
         return Hello(
             protocol=PROTOCOL, run=self._run, role="trainer", name="trainer", rank=self.rank, world_size=self.world_size,
             session=self._session.reveal(), host=self._host, pid=os.getpid(), manifest=role.manifest.tensors,
-            layout=role.layout.to_columns(), offers=role.offers, key=role.key, published=self._published,
+            layout=role.layout.to_columns(), offers=role.offers, key=role.key,
+            published=-1 if self._version is None else self._version.number,
             live=role.live, epoch=role.epoch, new_epoch=self._new_epoch, count=self._requests.count, start=self._requests.start,
             version=self._version, window_bytes=windows[0], windows=windows[1], order=role.order,
         )  # fmt: skip
@@ -559,8 +560,8 @@ class Trainer(Closeable):
         result = answer.result
         if self.rank == 0:
             self._warn_if_unchanged(result.version)
-        self._version, self._published = result.version, result.version.number
-        self._last = max(self._last, self._published)
+        self._version = result.version
+        self._last = max(self._last, result.version.number)
         if self.rank == 0:
             log_result("trainer/0", result)
         result = self._missed.warn(result)

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from weightsync.trainer import stream
+from weightsync.trainer.stream_plan import WindowRing
 
 
 def test_a_copy_on_another_stream_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With streams that note what they wait for; ``tests/gpu`` copies for real. The default stream's handle is 0."""
-    publication = stream.StreamedPublication(torch.zeros(512, dtype=torch.uint8), 256, 0, 1, None, 1)
+    ring = WindowRing(torch.zeros(512, dtype=torch.uint8), 256, 0, 1, None)
+    publication = stream.StreamedPublication(ring, 1, None, None)
     window = stream._Window()
     waits: list[tuple[int, int]] = []
 

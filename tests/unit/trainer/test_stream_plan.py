@@ -11,7 +11,7 @@ import torch
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.trainer.stream import Stream
-from weightsync.trainer.stream_plan import PlannedPart, StreamPlan
+from weightsync.trainer.stream_plan import PlannedPart, StreamPlan, WindowRing
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -20,7 +20,7 @@ WINDOWS = 3
 
 
 def new_plan(memory: torch.Tensor, rank: int = 0, world_size: int = 1) -> StreamPlan:
-    return StreamPlan(memory, CAPACITY, CAPACITY, rank, world_size, {"half": torch.float16})
+    return StreamPlan(WindowRing(memory, CAPACITY, rank, world_size, {"half": torch.float16}), CAPACITY)
 
 
 def planned(plan: StreamPlan, tensors: Tensors) -> list[PlannedPart]:
@@ -101,7 +101,7 @@ def test_what_came_already_is_noticed_after_tensors_that_are_as_before() -> None
 
 
 def test_what_cannot_be_published_is_refused() -> None:
-    plan = StreamPlan(torch.zeros(8, dtype=torch.uint8), 4, 4, 0, 1, None)
+    plan = StreamPlan(WindowRing(torch.zeros(8, dtype=torch.uint8), 4, 0, 1, None), 4)
     with pytest.raises(ConfigurationError, match="no element"):
         plan.parts(0, "w", torch.zeros(1, dtype=torch.float64))
     with pytest.raises(ConfigurationError, match="cannot be published"):

@@ -120,6 +120,7 @@ class StandInScheduler(Closeable):
 
     def __init__(self, *, leads: bool = True) -> None:
         self._engine_paused = False
+        self.last_batch: object | None = None  # what the last pass computed
         self.model = FusedModel()
         self.weight_updater = WeightUpdater()
         self.runner = SimpleNamespace(model=self.model, weight_updater=self.weight_updater)

@@ -412,3 +412,19 @@ def test_settings_that_exclude_updates_are_named(changed: dict[str, object], rea
         draft_worker=None if runners is None else SimpleNamespace(weight_update_runners=lambda: runners),
     )
     assert reason in str(why_refused(scheduler))
+
+
+def test_an_idle_loop_leaves_the_interpreter_to_other_threads_and_a_busy_one_is_not_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, waits = SimpleNamespace(_engine_paused=False, last_batch=None, weight_updater=WeightUpdater()), list[float]()
+    with SchedulerLoop(scheduler, REQUESTS, leads=True) as loop:
+        monkeypatch.setattr(loop._changed, "wait", waits.append)
+        loop.pass_through(lambda requests: None, [])
+        assert waits
+        assert max(waits) <= 0.001  # what a request may wait for
+        waits.clear()
+        loop.pass_through(lambda requests: None, [7])
+        scheduler.last_batch = "decoding"
+        loop.pass_through(lambda requests: None, [])
+        assert not waits

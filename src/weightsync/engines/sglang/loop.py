@@ -15,7 +15,10 @@ from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import PauseMode
 
-_NAP = 0.005  # seconds for which rank 0's loop yields the interpreter while it is paused; SGLang's would spin
+# Seconds for which rank 0's loop leaves the interpreter to other threads in a pass, while it is paused, and while it is idle. SGLang's would
+# spin, and take the interpreter again before a thread that waits for it has woken up: messages then took up to 140 ms.
+_NAP = 0.005
+_IDLE_NAP = 0.0001
 
 _log = logging.getLogger(__name__)
 
@@ -158,8 +161,11 @@ class SchedulerLoop(Closeable):
                 future.set_result(None)
         with self._changed:
             self._changed.notify_all()
-            if self.leads and self._paused and not self._calls and not self._outbox:
-                self._changed.wait(_NAP)
+            if self.leads and not self._calls and not self._outbox:
+                if self._paused:
+                    self._changed.wait(_NAP)
+                elif not requests and self._scheduler.last_batch is None:
+                    self._changed.wait(_IDLE_NAP)
             calls = [*self._calls]
             self._calls.clear()
         for future, work in calls:

@@ -7,7 +7,7 @@
     app = Starlette(routes=[*own_routes, *weight_update_routes(updates, Secret(token))])
     app.add_middleware(VersionedRequests, served=lambda: updates.version)
 
-``DisaggregatedRank`` and ``VersionedRequests`` are in :mod:`weightsync.external`. See ``docs/guides/disaggregated-update.md``.
+``VersionedRequests`` is in :mod:`weightsync.external`. See ``docs/guides/disaggregated-update.md``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
+    from weightsync_disaggregated.rank import DisaggregatedRank
     from weightsync_disaggregated.ranks import LocalRanks, Ranks
     from weightsync_disaggregated.router import weight_update_routes
     from weightsync_disaggregated.weight_updates import Settings, WeightUpdates
 
-__all__ = ["LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
+__all__ = ["DisaggregatedRank", "LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"]
 
 _MODULES = {
-    "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates", "WeightUpdates": "weight_updates",
-    "weight_update_routes": "router",
+    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates",
+    "WeightUpdates": "weight_updates", "weight_update_routes": "router",
 }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from weightsync.errors import DeadlineExceeded, ProtocolError, WeightSyncError, from_wire
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.protocol.messages import Answer, Body, Call, Failure, decode, encode
+from weightsync_disaggregated.rank import DisaggregatedRank
 
 _GRACE = 2.0
 """Seconds beyond an order's own timeout in which a rank says that it was late, before the front says it instead."""
@@ -23,7 +23,7 @@ class Ranks(Protocol):
     """All ranks of one engine. An engine with workers in other processes carries the bytes with its own executor.
 
     For vLLM's ``collective_rpc``, or Ray: send ``message`` to every worker, where a
-    :class:`~weightsync.external.rank.DisaggregatedRank` handles it, and return the answers in the order of ranks.
+    :class:`~weightsync_disaggregated.rank.DisaggregatedRank` handles it, and return the answers in the order of ranks.
     """
 
     @property

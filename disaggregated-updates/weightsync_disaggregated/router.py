@@ -15,11 +15,10 @@ from starlette.routing import BaseRoute, Route
 
 from weightsync.config import Secret
 from weightsync.errors import WeightSyncError
-from weightsync.external.requests import InitGroupRequest, UpdateRequest
 from weightsync.protocol.tokens import matches
 from weightsync.server.openapi import decode_body
 from weightsync.server.problems import body_of
-from weightsync_disaggregated import server_requests
+from weightsync_disaggregated import requests
 from weightsync_disaggregated.weight_updates import WeightUpdates
 
 _MAX_BODY = 64 << 20
@@ -31,7 +30,7 @@ def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[B
 
     ``token`` is asked of every request, as ``Authorization: Bearer``. ``None`` admits every client that reaches the server: only
     for one that checks by itself, or that only its own machine can reach. The answers are
-    :class:`~weightsync_disaggregated.server_requests.Reply`, and ``UpdateState`` for ``GET /weight_update``.
+    :class:`~weightsync_disaggregated.requests.Reply`, and ``UpdateState`` for ``GET /weight_update``.
     """
 
     def post(path: str, kind: type[T], run: Callable[[T], Awaitable[str]]) -> Route:
@@ -40,38 +39,38 @@ def weight_update_routes(updates: WeightUpdates, token: Secret | None) -> list[B
 
         return Route(path, _answered(handle, token), methods=["POST"])
 
-    async def state(request: Request) -> server_requests.UpdateState:
+    async def state(request: Request) -> requests.UpdateState:
         return await updates.state()
 
     return [
-        post("/init_weights_update_group", InitGroupRequest, updates.init_group),
-        post("/update_weights_from_distributed", UpdateRequest, updates.update),
-        post("/destroy_weights_update_group", server_requests.DestroyRequest, updates.destroy),
-        post("/check_weight_update", server_requests.CheckRequest, updates.check),
-        post("/begin_weight_update", server_requests.BeginRequest, updates.begin),
-        post("/commit_weight_update", server_requests.CommitRequest, updates.commit),
-        post("/end_weight_update", server_requests.EndRequest, lambda _: updates.end()),
-        post("/abort_weight_update", server_requests.AbortRequest, lambda _: updates.abort()),
+        post("/init_weights_update_group", requests.InitGroupRequest, updates.init_group),
+        post("/update_weights_from_distributed", requests.UpdateRequest, updates.update),
+        post("/destroy_weights_update_group", requests.DestroyRequest, updates.destroy),
+        post("/check_weight_update", requests.CheckRequest, updates.check),
+        post("/begin_weight_update", requests.BeginRequest, updates.begin),
+        post("/commit_weight_update", requests.CommitRequest, updates.commit),
+        post("/end_weight_update", requests.EndRequest, lambda _: updates.end()),
+        post("/abort_weight_update", requests.AbortRequest, lambda _: updates.abort()),
         Route("/weight_update", _answered(state, token)),
     ]
 
 
 def _answered(
-    handle: Callable[[Request], Awaitable[str | server_requests.UpdateState]], token: Secret | None
+    handle: Callable[[Request], Awaitable[str | requests.UpdateState]], token: Secret | None
 ) -> Callable[[Request], Awaitable[Response]]:
     """Authentication before, and errors as answers after."""
 
     @functools.wraps(handle)
     async def endpoint(request: Request) -> Response:
         if token is not None and not matches(request.headers.get("authorization"), token):
-            return _json(server_requests.Reply(False, "a bearer token is needed, and this is not it"), HTTPStatus.UNAUTHORIZED)
+            return _json(requests.Reply(False, "a bearer token is needed, and this is not it"), HTTPStatus.UNAUTHORIZED)
         try:
             done = await handle(request)
         except HTTPException as error:
-            return _json(server_requests.Reply(False, error.detail), error.status_code)
+            return _json(requests.Reply(False, error.detail), error.status_code)
         except WeightSyncError as error:
-            return _json(server_requests.Reply(False, f"{type(error).__name__}: {error}"), HTTPStatus.BAD_REQUEST)
-        return _json(server_requests.Reply(True, done) if isinstance(done, str) else done)
+            return _json(requests.Reply(False, f"{type(error).__name__}: {error}"), HTTPStatus.BAD_REQUEST)
+        return _json(requests.Reply(True, done) if isinstance(done, str) else done)
 
     return endpoint
 

@@ -14,15 +14,13 @@ from weightsync import errors, failpoints
 from weightsync.arrays import Bools
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigurationError, LoadError, MembershipError, VerificationError, VersionError, WeightSyncError
-from weightsync.external import checks, requests
 from weightsync.model import Manifest, PauseMode, Version, fold, label_of
 from weightsync.protocol.messages import Body, Commit, Done, Pause, Quarantine, Resume
 from weightsync.protocol.update_messages import Describe, Described, Digested, LeaveGroup, Verify
-from weightsync_disaggregated import server_requests
-from weightsync_disaggregated.committed import Committed, parse_version
+from weightsync_disaggregated import checks, requests
 from weightsync_disaggregated.ranks import Ranks, ask_all
 
-_Claims = requests.UpdateRequest | server_requests.CommitRequest
+_Claims = requests.UpdateRequest | requests.CommitRequest
 """Says what the sender's digests are."""
 T = TypeVar("T")
 
@@ -57,9 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class _OpenUpdate:
     """One update that runs. ``number`` is in all of its calls."""
 
-    def __init__(
-        self, number: int, tensors: int, deadline: Deadline, begin: server_requests.BeginRequest, *, explicit: bool
-    ) -> None:
+    def __init__(self, number: int, tensors: int, deadline: Deadline, begin: requests.BeginRequest, *, explicit: bool) -> None:
         self.number, self.deadline, self.explicit = number, deadline, explicit
         self.partial, self.label = begin.partial, begin.weight_version
         self.known = np.zeros(tensors, np.bool_)
@@ -95,7 +91,7 @@ class WeightUpdates:
         self._update: _OpenUpdate | None = None
         self._dirty: str | None = None
         self._last: Version | None = None
-        self._committed = Committed()
+        self._committed = checks.Committed()
 
     @property
     def version(self) -> Version | None:
@@ -116,11 +112,11 @@ class WeightUpdates:
             self._manifest = first
         return self._manifest
 
-    async def state(self) -> server_requests.UpdateState:
+    async def state(self) -> requests.UpdateState:
         """Where the engine stands."""
         manifest, update = await self.manifest(), self._update
         late = self._overdue()
-        return server_requests.UpdateState(
+        return requests.UpdateState(
             state="dirty" if self._dirty is not None or late else "updating" if update is not None else "serving",
             weight_version=None if self.version is None else str(self.version),
             digest=None if self.version is None else self.version.digest,
@@ -150,7 +146,7 @@ class WeightUpdates:
         group.state = "ready"
         return f"group {name!r} is initialized: ranks {request.rank_offset} to {request.rank_offset + self._ranks.count - 1}"
 
-    async def destroy(self, request: server_requests.DestroyRequest) -> str:
+    async def destroy(self, request: requests.DestroyRequest) -> str:
         """All ranks leave a group; a collective that runs is aborted where the backend can."""
         self._known_group(request.group_name)
         failpoints.reached("updates.destroy")
@@ -170,14 +166,14 @@ class WeightUpdates:
             raise MembershipError(f"group {name!r} is not initialized; initialized: {known}")
         return group
 
-    async def check(self, request: server_requests.CheckRequest) -> str:
+    async def check(self, request: requests.CheckRequest) -> str:
         """Look whether an update would be taken; nothing is paused."""
         manifest = await self.manifest()
         checks.check_tensors(request.tensors, manifest, partial=request.partial)
         self._parse(request.weight_version)
         return f"an update of these {len(request.tensors.names)} tensors fits"
 
-    async def begin(self, request: server_requests.BeginRequest) -> str:
+    async def begin(self, request: requests.BeginRequest) -> str:
         """Pause the engine for an update of several requests."""
         manifest = await self.manifest()
         if request.manifest not in (None, manifest.fingerprint):
@@ -197,7 +193,7 @@ class WeightUpdates:
             await self._open(request, explicit=True)
         return "the engine is paused and takes an update"
 
-    async def _open(self, request: server_requests.BeginRequest, *, explicit: bool) -> _OpenUpdate:
+    async def _open(self, request: requests.BeginRequest, *, explicit: bool) -> _OpenUpdate:
         if sum(group.state == "busy" for group in self._groups.values()) > (not explicit):
             raise ConfigurationError("a bucket of an earlier update still arrives; destroy its group, or wait for its answer")
         limit = self.settings.update_timeout
@@ -251,7 +247,7 @@ class WeightUpdates:
             known[list(tensors)] = True
             self._check_claims(manifest, known, request, partial=False)
         if update is None:
-            update = await self._open(server_requests.BeginRequest(), explicit=False)
+            update = await self._open(requests.BeginRequest(), explicit=False)
         update.label = request.weight_version or update.label
         return update
 
@@ -275,7 +271,7 @@ class WeightUpdates:
             raise
         update.known[list(tensors)] = True
 
-    async def commit(self, request: server_requests.CommitRequest) -> str:
+    async def commit(self, request: requests.CommitRequest) -> str:
         """Verify, finalize, flush, label, resume."""
         async with self._lock:
             update = self._running()
@@ -291,7 +287,7 @@ class WeightUpdates:
                 self._update = None
                 return f"the update that failed ({update.error}) is over; the engine stays paused until one is committed"
         try:
-            return await self._commit(update, server_requests.CommitRequest())
+            return await self._commit(update, requests.CommitRequest())
         except WeightSyncError as error:
             if self._update is update:  # refused, not failed: SGLang's end ends it all the same
                 self._fail(str(error))
@@ -378,8 +374,8 @@ class WeightUpdates:
     def _parse(self, label: str | None) -> tuple[str, int, int]:
         last = self._last
         if last is None:
-            return parse_version(label, self._run, -1)
-        run, number, epoch = parse_version(label, last.run, last.number, last.epoch)
+            return checks.parse_version(label, self._run, -1)
+        run, number, epoch = checks.parse_version(label, last.run, last.number, last.epoch)
         if run == last.run and (epoch, number) < last.order:
             raise VersionError(f"version {label_of(run, epoch, number)} is older than {last}, which was committed here")
         return run, number, epoch

@@ -35,10 +35,9 @@ def main(argument: str) -> int:
     from examples.demo.tokenizer import build_tokenizer
     from weightsync.config import ClientSettings
     from weightsync.engine.engine import Engine
-    from weightsync.external import DisaggregatedRank
     from weightsync.model.lora import LoraSlots
     from weightsync.protocol.tokens import secret_of
-    from weightsync_disaggregated import LocalRanks, WeightUpdates, weight_update_routes
+    from weightsync_disaggregated import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
 
     torch.set_num_threads(1)
     wish = mine.settings

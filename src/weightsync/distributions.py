@@ -13,6 +13,6 @@ _FOLDERS = {
 }
 
 
-def install(package: str) -> str:
+def how_to_install(package: str) -> str:
     """Return what to do to get the import package ``package``."""
     return f"pip install {_FOLDERS[package]} in a clone of weightsync"

@@ -7,7 +7,7 @@ import warnings
 from importlib import import_module
 from types import ModuleType
 
-from weightsync.distributions import install
+from weightsync.distributions import how_to_install
 
 
 def moved(old: str, new: str, *modules: str, note: str = "") -> None:
@@ -45,7 +45,7 @@ def moved_names(old: str, new: str, *names: str) -> None:
 
 def _load(old: str, new: str, note: str = "") -> ModuleType:
     package = new.partition(".")[0]
-    now = f"{old} is in the package {package.replace('_', '-')} now{note} ({install(package)})"
+    now = f"{old} is in the package {package.replace('_', '-')} now{note} ({how_to_install(package)})"
     try:
         loaded = import_module(new)
     except ModuleNotFoundError as error:

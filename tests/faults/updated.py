@@ -20,10 +20,9 @@ from tests.faults.weights import MANIFEST, NAMES, SHAPE, Weights, fill
 from weightsync import failpoints
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, WeightSyncError
-from weightsync.external import DisaggregatedRank
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.broadcast.process_groups import ProcessGroup, StoreRendezvous, init_custom_process_group
-from weightsync_disaggregated import LocalRanks, Settings, WeightUpdates, weight_update_routes
+from weightsync_disaggregated import DisaggregatedRank, LocalRanks, Settings, WeightUpdates, weight_update_routes
 from weightsync_disaggregated.buckets import buckets_of
 from weightsync_disaggregated.clients.base import Bucket
 from weightsync_disaggregated.clients.weightsync import WeightUpdateClient

@@ -28,9 +28,7 @@ from weightsync.coordinator.negotiation import negotiate, source_coverage
 from weightsync.coordinator.ranks import EngineRank, TrainerRank
 from weightsync.deadline import Deadline
 from weightsync.errors import AuthenticationError, ConfigurationError, ProtocolError, WeightSyncError, from_wire
-from weightsync.external import requests
 from weightsync.external.checkpoint_files import INDEX, CheckpointFiles
-from weightsync.external.checks import check_bucket, check_digests, check_group
 from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.model.layout import LayoutColumns
 from weightsync.model.version import fold
@@ -50,8 +48,8 @@ from weightsync.transports.net.channel import CONTROL, HEADER, Channel, FrameHea
 from weightsync.transports.net.handshake import greet_publisher, greet_reader
 from weightsync.transports.net.messages import REQUEST_BYTES, RegisterTiles, Start, TableBudget, next_control
 from weightsync.transports.tcp.transport import Sender, Tcp
-from weightsync_disaggregated import server_requests
-from weightsync_disaggregated.committed import parse_version
+from weightsync_disaggregated import requests
+from weightsync_disaggregated.checks import check_bucket, check_digests, check_group, parse_version
 
 __all__ = ["TARGETS", "Target"]
 
@@ -382,8 +380,8 @@ def _file(tensors: dict[str, tuple[str, list[int], list[int]]], size: int) -> by
 
 
 _KINDS = (
-    requests.InitGroupRequest, requests.UpdateRequest, server_requests.DestroyRequest, server_requests.BeginRequest,
-    server_requests.CommitRequest, server_requests.EndRequest, server_requests.AbortRequest,
+    requests.InitGroupRequest, requests.UpdateRequest, requests.DestroyRequest, requests.BeginRequest,
+    requests.CommitRequest, requests.EndRequest, requests.AbortRequest,
 )  # fmt: skip
 
 
@@ -396,13 +394,13 @@ def _updates(data: bytes) -> None:
         return
     if isinstance(wish, requests.InitGroupRequest):
         check_group(wish, 2, ("taken",), ("nccl", "gloo"))
-    if isinstance(wish, server_requests.BeginRequest | server_requests.CommitRequest | requests.UpdateRequest):
+    if isinstance(wish, requests.BeginRequest | requests.CommitRequest | requests.UpdateRequest):
         parse_version(wish.weight_version, "run", 3)
     if isinstance(wish, requests.UpdateRequest):
         for packing in ("elements", "bytes"):
             if sum(_MANIFEST[index].nbytes for index in check_bucket(wish, _MANIFEST, 1 << 20, packing)) > _MANIFEST.nbytes:
                 raise AssertionError("a bucket is larger than the model")
-    if isinstance(wish, requests.UpdateRequest | server_requests.CommitRequest):
+    if isinstance(wish, requests.UpdateRequest | requests.CommitRequest):
         check_digests(_MANIFEST, np.zeros(3, np.uint64), np.ones(3, np.bool_), wish.digest, wish.digests)
 
 
@@ -519,7 +517,7 @@ TARGETS: dict[str, Target] = {
     ),
     "index": Target(_index, (_json({"metadata": {}, "weight_map": {"w": "a.safetensors"}}),)),
     "updates": Target(
-        _updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(server_requests.BeginRequest(weight_version="7")))
+        _updates, (b"\0" + _json(_GROUP), b"\1" + _json(_UPDATE), b"\3" + _json(requests.BeginRequest(weight_version="7")))
     ),
     "settings": Target(_settings, (b"\0http://[::1]:7400", b"\1" + b"8", b"\2" + b"1.5GiB", b"\3Bearer the-token")),
     "rounds": Target(_rounds, (b"{}", b'{"replicas": ["a"], "timeout": 2.5}')),

@@ -24,21 +24,21 @@ UPDATES = "./disaggregated-updates"
 MODULES = {
     f"weightsync.external.{name}": f"weightsync_disaggregated.{name}"
     for name in (
-        *("push", "ranks", "router", "weight_updates"),
+        *("checks", "push", "rank", "ranks", "requests", "router", "weight_updates"),
         *("clients.base", "clients.lmdeploy", "clients.sglang", "clients.weightsync"),
     )
 }
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "weightsync.external": {
-        "weightsync_disaggregated": ("LocalRanks", "Ranks", "Settings", "WeightUpdates", "weight_update_routes"),
-    },
-    "weightsync.external.requests": {
-        "weightsync_disaggregated.server_requests": (
-            *("AbortRequest", "BeginRequest", "CheckRequest", "CommitRequest", "DestroyRequest", "EndRequest"),
-            *("Reply", "UpdateState"),
+        "weightsync_disaggregated": (
+            "DisaggregatedRank",
+            "LocalRanks",
+            "Ranks",
+            "Settings",
+            "WeightUpdates",
+            "weight_update_routes",
         ),
     },
-    "weightsync.external.checks": {"weightsync_disaggregated.committed": ("Committed", "parse_version")},
     "weightsync.external.checkpoint_files": {"weightsync_disaggregated.buckets": ("buckets_of",)},
     "weightsync.external.clients.http": {
         "weightsync_disaggregated.clients.bodies": ("GroupSpec", "bucket_body", "destroy_group", "init_group", "tensors_body"),

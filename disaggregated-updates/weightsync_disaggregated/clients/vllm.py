@@ -1,6 +1,6 @@
 """vLLM (0.32, in development mode), updated from outside: its requests as values, and its client.
 
-It is for the backend ``weightsync`` (:mod:`weightsync.engines.vllm.push_receiver`): ``init_info`` is the body of
+It is for the backend ``weightsync`` (:mod:`weightsync_disaggregated.push_receiver`): ``init_info`` is the body of
 ``init_weights_update_group``, ``update_info`` a bucket as LMDeploy's and SGLang's, then the digests of all. vLLM's own ``nccl``
 backend has a separate format, and is not spoken.
 """

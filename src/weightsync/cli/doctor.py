@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from weightsync.config import ClientSettings
 from weightsync.daemon_threads import in_daemon_thread
-from weightsync.distributions import install
+from weightsync.distributions import how_to_install
 from weightsync.errors import TransportUnavailable
 from weightsync.model import milliseconds
 from weightsync.protocol.round_log import size
@@ -237,7 +237,7 @@ _CHECKS: dict[str, tuple[Callable[..., _Outcome], str]] = {
     ),
     "ipv6": (partial(_bind, socket.AF_INET6, "::1"), "coordinator and ranks need IPv4 addresses"),
     "numba": (partial(_package, "numba"), "digests and copies on the CPU cannot be compiled: pip install numba"),
-    "ray": (partial(_package, "ray"), f"needed only for weightsync-ray: {install('weightsync_ray')}"),
+    "ray": (partial(_package, "ray"), f"needed only for weightsync-ray: {how_to_install('weightsync_ray')}"),
     "vllm": (_vllm, f"needed only to serve with vLLM; tested: {releases_tested('vllm')}"),
     "coordinator": (lambda settings: _outcome(ask_coordinator("coordinator", settings)), ""),
     "data interface": (_data_interface, ""),

@@ -19,7 +19,7 @@ from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import CaFile, Coordinator, Json, TokenFile, client_settings, setting
 from weightsync.cli.relay import relay
 from weightsync.cli.store import StoreCommand, store_app
-from weightsync.distributions import install
+from weightsync.distributions import how_to_install
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -46,7 +46,7 @@ def add_commands_beside(app: typer.Typer) -> None:
             if installed:
                 app.command(name, cls=Command)(getattr(module, name))
                 continue
-            text = f"{does} Not installed: {install(package)}."
+            text = f"{does} Not installed: {how_to_install(package)}."
             app.command(name, cls=Command, help=text, context_settings={"ignore_unknown_options": True})(_not_installed)
 
 
@@ -55,7 +55,7 @@ def _not_installed(context: typer.Context, arguments: Annotated[list[str] | None
 
     package = next(package for package, commands in _BESIDE.items() if context.info_name in commands)
     named = package.replace("_", "-")
-    raise ConfigurationError(f"`weightsync {context.info_name}` needs the package {named}: {install(package)}")
+    raise ConfigurationError(f"`weightsync {context.info_name}` needs the package {named}: {how_to_install(package)}")
 
 
 def _version(wanted: bool) -> None:

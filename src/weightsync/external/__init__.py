@@ -1,6 +1,6 @@
-"""What engines need of updates from outside, and requests that name a version.
+"""How engines are reached from outside: requests that name a version, HTTP requests to an engine, checkpoints on disk.
 
-The server's routes and the clients are in the package ``weightsync_disaggregated``. See ``docs/guides/disaggregated-update.md``.
+Updates from outside are in the package ``weightsync_disaggregated``. See ``docs/guides/disaggregated-update.md``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from weightsync.first_use import on_first_use
 
 if TYPE_CHECKING:
-    from weightsync.external.rank import DisaggregatedRank
     from weightsync.external.versioned_requests import VersionedRequests
+    from weightsync_disaggregated import DisaggregatedRank as DisaggregatedRank
     from weightsync_disaggregated import LocalRanks as LocalRanks
     from weightsync_disaggregated import Ranks as Ranks
     from weightsync_disaggregated import Settings as Settings
     from weightsync_disaggregated import WeightUpdates as WeightUpdates
     from weightsync_disaggregated import weight_update_routes as weight_update_routes
 
-__all__ = ["DisaggregatedRank", "VersionedRequests"]
+__all__ = ["VersionedRequests"]
 
 _MODULES = {
-    "DisaggregatedRank": "rank", "VersionedRequests": "versioned_requests",
+    "VersionedRequests": "versioned_requests",
     # Old names, of modules that warn.
-    "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates", "WeightUpdates": "weight_updates",
-    "weight_update_routes": "router",
+    "DisaggregatedRank": "rank", "LocalRanks": "ranks", "Ranks": "ranks", "Settings": "weight_updates",
+    "WeightUpdates": "weight_updates", "weight_update_routes": "router",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.routing import BaseRoute
 
 from weightsync.config import ServerSettings
-from weightsync.distributions import install
+from weightsync.distributions import how_to_install
 from weightsync.errors import ConfigurationError
 from weightsync.server.openapi import Operation
 
@@ -47,7 +47,7 @@ def load_mounts(settings: ServerSettings) -> list[Mount]:
     made: list[Mount] = []
     for name in settings.mounts:
         if name not in known:
-            hint = install(_PACKAGES[name]) if name in _PACKAGES else "install its package"
+            hint = how_to_install(_PACKAGES[name]) if name in _PACKAGES else "install its package"
             raise ConfigurationError(
                 f"no installed package has routes named {name!r} (WEIGHTSYNC_MOUNTS or --mount; installed: "
                 f"{', '.join(sorted(known)) or 'none'}): {hint}"

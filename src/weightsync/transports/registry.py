@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from weightsync.distributions import install
+from weightsync.distributions import how_to_install
 from weightsync.errors import ConfigurationError, TransportUnavailable
 from weightsync.protocol.messages import Host, Offer
 from weightsync.transports.base import Transport
@@ -59,7 +59,7 @@ def transport(name: str) -> Transport:
     """
     where = BUILT_IN.get(name) or _third_parties().get(name)
     if where is None and name in _PACKAGES:
-        raise TransportUnavailable(f"transport {name!r} is not installed: {install(_PACKAGES[name])}")
+        raise TransportUnavailable(f"transport {name!r} is not installed: {how_to_install(_PACKAGES[name])}")
     if where is None:
         raise ConfigurationError(f"there is no transport {name!r}; known are {', '.join(known())}")
     module, _, attribute = where.partition(":")

@@ -17,8 +17,7 @@ from examples.demo.models import build_model, scramble
 from examples.demo.tokenizer import build_tokenizer
 
 from weightsync.config import Secret
-from weightsync.external import DisaggregatedRank
-from weightsync_disaggregated import LocalRanks, WeightUpdates, weight_update_routes
+from weightsync_disaggregated import DisaggregatedRank, LocalRanks, WeightUpdates, weight_update_routes
 
 
 def main() -> None:

@@ -21,9 +21,8 @@ from starlette.routing import Route
 
 from weightsync.config import Secret
 from weightsync.engines.module import ModuleAdapter
-from weightsync.external import DisaggregatedRank
 from weightsync.model import PauseMode, Version
-from weightsync_disaggregated import LocalRanks, Settings, WeightUpdates, weight_update_routes
+from weightsync_disaggregated import DisaggregatedRank, LocalRanks, Settings, WeightUpdates, weight_update_routes
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "embed.weight": ((37, 8), torch.bfloat16),

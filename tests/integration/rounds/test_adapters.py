@@ -30,7 +30,6 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, RoundResult, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.protocol.messages import Commit, Pause, Resume
@@ -38,6 +37,7 @@ from weightsync.protocol.update_messages import Verify
 from weightsync.server.server import BackgroundServer
 from weightsync.tensors.shards import Shard, ShardedState, shard
 from weightsync.trainer.adapters import Adapters
+from weightsync_disaggregated.rank import DisaggregatedRank
 
 MODULES = ("0", "2")
 OPERATOR = "of-operators-only-0123456789"

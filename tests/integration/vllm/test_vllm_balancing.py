@@ -1,6 +1,8 @@
-"""A worker of vLLM that starts: what cannot be updated with balancing of experts is refused, and a missing coordinator is named."""
+"""A worker of vLLM that starts: what cannot be updated with balancing of experts is refused, and what is missing is named."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
@@ -39,3 +41,16 @@ def test_what_expert_load_balancing_excludes_is_refused_and_a_missing_coordinato
     parallel.enable_elastic_ep = True
     with pytest.raises(ConfigurationError, match="--enable-elastic-ep"):
         WeightsyncEngine(WeightTransferConfig(backend="weightsync"), config, device, model)
+
+
+@pytest.mark.timeout(240)
+def test_an_update_from_outside_without_its_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig, WeightTransferConfig
+
+    from weightsync.engines.vllm.worker import GroupInfo, WeightsyncEngine
+
+    monkeypatch.setitem(sys.modules, "weightsync_disaggregated.push_receiver", None)
+    config = WeightTransferConfig(backend="weightsync")
+    engine = WeightsyncEngine(config, VllmConfig(), torch.device("cpu"), torch.nn.Module())
+    with pytest.raises(ConfigurationError, match=r"weightsync-disaggregated: pip install \./disaggregated-updates in a clone"):
+        engine._join_group(GroupInfo({}))

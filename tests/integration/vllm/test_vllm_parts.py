@@ -21,7 +21,6 @@ from weightsync.engines.vllm.adapter import VllmWorkerAdapter
 from weightsync.engines.vllm.controls import Controls, HttpControls
 from weightsync.engines.vllm.loading import load_in_sessions
 from weightsync.engines.vllm.local_controls import ControlsServer, LocalControls, controls_at, is_local
-from weightsync.engines.vllm.push_receiver import PushedUpdates
 from weightsync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -38,6 +37,7 @@ from weightsync.tensors.digest import digest_box
 from weightsync.tensors.shards import manifest_of
 from weightsync.transports.broadcast.process_groups import StoreRendezvous, init_custom_process_group
 from weightsync.transports.host.unix_socket import connect_local
+from weightsync_disaggregated.push_receiver import PushedUpdates
 
 CPU = torch.device("cpu")
 VERSION = Version("run", 7, "0" * 32, "0" * 16)

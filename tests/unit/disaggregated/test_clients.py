@@ -10,9 +10,9 @@ from weightsync.external.clients import vllm as vllm_requests
 from weightsync.external.clients.http import HttpCall
 from weightsync.model import Manifest, TensorSpec, Version
 from weightsync.model.manifest import join_manifests
+from weightsync_disaggregated.checks import parse_version
 from weightsync_disaggregated.clients import lmdeploy, sglang, vllm, weightsync
 from weightsync_disaggregated.clients.bodies import GroupSpec, destroy_group, init_group
-from weightsync_disaggregated.committed import parse_version
 from weightsync_disaggregated.weight_updates import WeightUpdates
 
 WISH = GroupSpec("head", 29500, 1, 5, "g", "nccl")

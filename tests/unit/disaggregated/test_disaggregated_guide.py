@@ -11,8 +11,7 @@ from starlette.routing import Route
 from typer.main import get_command
 
 from weightsync.cli.main import app
-from weightsync.external import requests
-from weightsync_disaggregated import server_requests
+from weightsync_disaggregated import requests
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/guides/disaggregated-update.md").read_text()
 
@@ -43,10 +42,10 @@ def test_the_guide_lists_every_route() -> None:
 def test_the_guide_names_fields_that_exist() -> None:
     kinds = (
         requests.InitGroupRequest,
-        server_requests.BeginRequest,
+        requests.BeginRequest,
         requests.UpdateRequest,
-        server_requests.CommitRequest,
-        server_requests.DestroyRequest,
+        requests.CommitRequest,
+        requests.DestroyRequest,
     )
     known = {field for kind in kinds for field in kind.__struct_fields__}
     rows = re.findall(r"^\| `/\w+`\*? \| ([^|]*) \|", PAGE, re.MULTILINE)

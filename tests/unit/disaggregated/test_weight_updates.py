@@ -15,13 +15,12 @@ from weightsync.config import update_networks
 from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ConfigurationError, DeadlineExceeded, ManifestMismatch, PeerLost, VerificationError, WeightSyncError
-from weightsync.external import requests
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, TensorSpec, fold
 from weightsync.protocol.messages import Answer, Body, Call, Commit, Done, Failure, Pause, Quarantine, Resume, decode, encode
 from weightsync.protocol.update_messages import Describe, Described, Digested, JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
-from weightsync_disaggregated import server_requests
+from weightsync_disaggregated import requests
+from weightsync_disaggregated.rank import DisaggregatedRank
 from weightsync_disaggregated.ranks import LocalRanks
 from weightsync_disaggregated.weight_updates import Settings, WeightUpdates, _GroupState
 
@@ -92,9 +91,9 @@ async def front(ranks: Digesting, *groups: str, **settings: float) -> WeightUpda
 
 async def complete(updates: WeightUpdates, ranks: Digesting, *values: int, digest: bool = True) -> str:
     ranks.sent = dict(zip(NAMES, values, strict=True))
-    await updates.begin(server_requests.BeginRequest())
+    await updates.begin(requests.BeginRequest())
     await updates.update(bucket())
-    return await updates.commit(server_requests.CommitRequest(digest=folded(*values) if digest else None))
+    return await updates.commit(requests.CommitRequest(digest=folded(*values) if digest else None))
 
 
 class Hanging:
@@ -135,10 +134,10 @@ async def test_the_answer_to_a_bucket_of_an_aborted_update_says_so_and_changes_n
     ranks = Digesting()
     updates = await front(ranks, "old", "g")
     ranks.before = late = Late("old")
-    await updates.begin(server_requests.BeginRequest())
+    await updates.begin(requests.BeginRequest())
     first = asyncio.create_task(updates.update(bucket("old")))
     await late.arrived.wait()
-    await updates.destroy(server_requests.DestroyRequest(group_name="old"))
+    await updates.destroy(requests.DestroyRequest(group_name="old"))
     await updates.abort()
     await complete(updates, ranks, 1, 2, 3)
     late.end.set_result(answer)
@@ -165,10 +164,10 @@ async def test_a_bucket_through_a_destroyed_group_does_not_free_a_later_group_of
     ranks = Digesting()
     updates = await front(ranks, "g")
     ranks.before = late = Late("g")
-    await updates.begin(server_requests.BeginRequest())
+    await updates.begin(requests.BeginRequest())
     first = asyncio.create_task(updates.update(bucket()))
     await late.arrived.wait()
-    await updates.destroy(server_requests.DestroyRequest(group_name="g"))
+    await updates.destroy(requests.DestroyRequest(group_name="g"))
     await updates.init_group(
         requests.InitGroupRequest(
             master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo"
@@ -200,7 +199,7 @@ async def test_an_error_is_that_of_the_join_or_bucket_and_not_of_leaving_the_gro
                 master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="other", backend="gloo"
             )
         )
-    await updates.begin(server_requests.BeginRequest())
+    await updates.begin(requests.BeginRequest())
     with pytest.raises(WeightSyncError, match="the sender died"):
         await updates.update(bucket())
     assert (await updates.state()).groups == ()
@@ -217,15 +216,15 @@ async def test_the_steps_of_a_commit_share_what_is_left_of_the_update() -> None:
         return None
 
     ranks.before = slow
-    await updates.begin(server_requests.BeginRequest(timeout=3.0))
+    await updates.begin(requests.BeginRequest(timeout=3.0))
     await updates.update(bucket())
-    await updates.commit(server_requests.CommitRequest())
+    await updates.commit(requests.CommitRequest())
     limits = [call.timeout for call in ranks.calls if isinstance(call.body, Verify | Commit | Resume)]
     assert limits[0] >= limits[1] + 0.2 >= limits[2] + 0.4
-    await updates.begin(server_requests.BeginRequest(timeout=0.3))
+    await updates.begin(requests.BeginRequest(timeout=0.3))
     await updates.update(bucket())
     with pytest.raises(DeadlineExceeded, match="the update"):
-        await updates.commit(server_requests.CommitRequest())
+        await updates.commit(requests.CommitRequest())
     assert not isinstance(ranks.calls[-2].body, Resume)
     assert isinstance(ranks.calls[-1].body, Quarantine)
 
@@ -241,7 +240,7 @@ async def test_a_group_can_be_destroyed_while_buckets_hang_in_all_of_them() -> N
     for name in names:
         updates._groups[name] = state = _GroupState()
         state.state = "ready"
-    await updates.begin(server_requests.BeginRequest())
+    await updates.begin(requests.BeginRequest())
     sent = [
         asyncio.create_task(
             updates.update(requests.UpdateRequest(names=["weight"], dtypes=["float32"], shapes=[[2, 2]], group_name=name))
@@ -253,7 +252,7 @@ async def test_a_group_can_be_destroyed_while_buckets_hang_in_all_of_them() -> N
             for group in groups.values():
                 await asyncio.to_thread(group.entered.wait, 10)
             for name in names:
-                await updates.destroy(server_requests.DestroyRequest(group_name=name))
+                await updates.destroy(requests.DestroyRequest(group_name=name))
             answers = await asyncio.gather(*sent, return_exceptions=True)
         assert all(isinstance(answer, WeightSyncError) for answer in answers)
     finally:
@@ -267,9 +266,9 @@ async def test_the_label_of_a_partial_update_folds_all_tensors() -> None:
     updates = await front(ranks)
     await complete(updates, ranks, 1, 2, 3)
     ranks.sent = {"b": 20}
-    await updates.begin(server_requests.BeginRequest(partial=True))
+    await updates.begin(requests.BeginRequest(partial=True))
     await updates.update(bucket("g", "b"))
-    message = await updates.commit(server_requests.CommitRequest(digest=folded(20)))
+    message = await updates.commit(requests.CommitRequest(digest=folded(20)))
     assert (await updates.state()).digest == folded(1, 20, 3)
     assert "with 1 tensors, verified as installed; the other 2 are those of disaggregated@0, read again and unchanged" in message
 
@@ -280,9 +279,9 @@ async def test_a_partial_update_claims_nothing_for_tensors_that_were_never_verif
     await complete(updates, ranks, 1, 2, 3, digest=False)
     for value, rest in ((20, "not read again, 2 of them never verified"), (21, "not read again, 2 of them never verified")):
         ranks.sent = {"b": value}
-        await updates.begin(server_requests.BeginRequest(partial=True))
+        await updates.begin(requests.BeginRequest(partial=True))
         await updates.update(bucket("g", "b"))
-        message = await updates.commit(server_requests.CommitRequest(digest=folded(value)))
+        message = await updates.commit(requests.CommitRequest(digest=folded(value)))
         assert message.endswith(rest), message
         assert (await updates.state()).digest == folded(1, value, 3)
 
@@ -292,11 +291,11 @@ async def test_a_tensor_that_was_not_sent_and_changed_fails_a_partial_update() -
     updates = await front(ranks)
     await complete(updates, ranks, 1, 2, 3)
     ranks.sent = {"b": 20}
-    await updates.begin(server_requests.BeginRequest(partial=True))
+    await updates.begin(requests.BeginRequest(partial=True))
     await updates.update(bucket("g", "b"))
     ranks.held["c"] = 99
     with pytest.raises(VerificationError, match="1 tensors changed that were not sent: c"):
-        await updates.commit(server_requests.CommitRequest(digest=folded(20)))
+        await updates.commit(requests.CommitRequest(digest=folded(20)))
     assert (await updates.state()).state == "dirty"
 
 
@@ -320,9 +319,9 @@ async def test_a_begin_that_says_what_comes_is_refused_before_anything_is_paused
     fields = {"names": ALL.names, "dtypes": ALL.dtypes, "shapes": ALL.shapes} | change
     tensors = requests.Tensors(**fields)  # type: ignore[arg-type]
     with pytest.raises(error, match=words):
-        await updates.begin(server_requests.BeginRequest(tensors=tensors))
+        await updates.begin(requests.BeginRequest(tensors=tensors))
     with pytest.raises(error, match=words):
-        await updates.check(server_requests.CheckRequest(tensors=tensors))
+        await updates.check(requests.CheckRequest(tensors=tensors))
     assert not any(isinstance(call.body, Pause) for call in ranks.calls)
     assert (await updates.state()).state == "serving"
 
@@ -330,11 +329,11 @@ async def test_a_begin_that_says_what_comes_is_refused_before_anything_is_paused
 async def test_a_check_changes_nothing_and_a_begin_of_what_fits_pauses() -> None:
     ranks = Digesting()
     updates = await front(ranks)
-    assert "fits" in await updates.check(server_requests.CheckRequest(tensors=ALL, weight_version="7"))
+    assert "fits" in await updates.check(requests.CheckRequest(tensors=ALL, weight_version="7"))
     assert not any(isinstance(call.body, Pause) for call in ranks.calls)
     with pytest.raises(ConfigurationError, match="not a version"):
-        await updates.check(server_requests.CheckRequest(tensors=ALL, weight_version="newest"))
-    await updates.begin(server_requests.BeginRequest(tensors=ALL))
+        await updates.check(requests.CheckRequest(tensors=ALL, weight_version="newest"))
+    await updates.begin(requests.BeginRequest(tensors=ALL))
     assert (await updates.state()).state == "updating"
 
 

@@ -16,13 +16,13 @@ from weightsync.engine.fill.streamed import bucket_bytes_for
 from weightsync.engine.read_back import ReadBack
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import Aborted, ConfigurationError, LayoutError
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Layout, Manifest, TensorSpec
 from weightsync.planning.buckets import staging_layout
 from weightsync.protocol.messages import Delivery, Move, PlanSlice, Prepare
 from weightsync.tensors.shards import shards_of
 from weightsync.tensors.staging import Staging, check_size
 from weightsync.transports.hostinfo import this_host
+from weightsync_disaggregated.rank import DisaggregatedRank
 
 MANIFEST = Manifest([TensorSpec(f"t{index}", (4, 100), "float32") for index in range(6)])
 

@@ -14,11 +14,11 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Version
 from weightsync.protocol.messages import Body, Commit, Move, Pause, Prepare, Quarantine, Resume
 from weightsync.protocol.update_messages import Receive, Verify
 from weightsync.transports.broadcast.process_groups import ProcessGroup
+from weightsync_disaggregated.rank import DisaggregatedRank
 
 SECONDS = 20.0
 

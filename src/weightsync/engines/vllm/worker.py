@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.v1.worker.gpu_worker import Worker
 
 from weightsync.config import variable
+from weightsync.distributions import how_to_install
 from weightsync.engines.attach_options import AttachOptions
 from weightsync.engines.hf_checkpoint import HfCheckpoint, checkpoint_of
 from weightsync.engines.traced_shards import chosen_shards
@@ -25,11 +27,13 @@ from weightsync.engines.vllm.loading import install, install_some, load_in_sessi
 from weightsync.engines.vllm.local_controls import controls_at, is_local
 from weightsync.engines.vllm.loras import WorkerLoras
 from weightsync.engines.vllm.patches import add_install_method
-from weightsync.engines.vllm.push_receiver import PushedUpdates, is_group
 from weightsync.engines.vllm.together import global_rank, refuse_balancing, together
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError, LoadError
 from weightsync.releases import REPLICA, check_interface, release_of, warn_if_untested
+
+if TYPE_CHECKING:
+    from weightsync_disaggregated.push_receiver import PushedUpdates
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +99,7 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo | GroupInfo:
         """Parse the body of vLLM's route as one of two kinds."""
-        info: InitInfo | GroupInfo = GroupInfo(init_dict) if is_group(init_dict) else super().parse_init_info(init_dict)
+        info: InitInfo | GroupInfo = GroupInfo(init_dict) if "master_address" in init_dict else super().parse_init_info(init_dict)
         return info
 
     def init_transfer_engine(self, init_info: InitInfo | GroupInfo) -> None:
@@ -206,8 +210,13 @@ class WeightsyncEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._pushed is not None:
             self._pushed.join(request.body)
             return
+        try:
+            receiver = import_module("weightsync_disaggregated.push_receiver")
+        except ModuleNotFoundError:
+            hint = how_to_install("weightsync_disaggregated")
+            raise ConfigurationError(f"an update from outside needs the package weightsync-disaggregated: {hint}") from None
         adapter = VllmWorkerAdapter(self._checkpoint(), None)
-        pushed = PushedUpdates(adapter, global_rank(self.parallel_config), self.device)
+        pushed: PushedUpdates = receiver.PushedUpdates(adapter, global_rank(self.parallel_config), self.device)
         with ExitStack() as owned:
             owned.callback(pushed.close)
             pushed.join(request.body)

@@ -16,8 +16,6 @@ from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.engine_role import EngineRole
 from weightsync.engines.module import ModuleAdapter
 from weightsync.errors import DeadlineExceeded, PeerLost, ProtocolError
-from weightsync.external import rank
-from weightsync.external.rank import DisaggregatedRank
 from weightsync.model import Manifest, PauseMode, TensorSpec, Version
 from weightsync.protocol.messages import (
     Answer,
@@ -38,6 +36,8 @@ from weightsync.protocol.messages import (
 from weightsync.protocol.update_messages import Digested, JoinGroup, LeaveGroup, Receive, Verify
 from weightsync.tensors.digest import digest_box
 from weightsync.transports.broadcast.process_groups import ProcessGroup
+from weightsync_disaggregated import rank
+from weightsync_disaggregated.rank import DisaggregatedRank
 
 SECONDS = 10.0
 NAMES = ("a", "b")

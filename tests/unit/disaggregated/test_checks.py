@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from weightsync.errors import ConfigurationError, VerificationError
-from weightsync.external.checks import check_digests
 from weightsync.model import Manifest, TensorSpec, fold
+from weightsync_disaggregated.checks import check_digests
 
 
 def test_digests_are_of_exactly_what_was_received() -> None:

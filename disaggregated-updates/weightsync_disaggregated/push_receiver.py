@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from weightsync.config import update_networks
-from weightsync.engines.vllm.adapter import VllmWorkerAdapter
+from weightsync.engine.adapter import EngineAdapter
 from weightsync.errors import ConfigurationError, LoadError, MembershipError
-from weightsync.external import checks
-from weightsync.external.rank import DisaggregatedRank
-from weightsync.external.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
 from weightsync.protocol.messages import Pause
 from weightsync.protocol.update_messages import Digested, Verify
+from weightsync_disaggregated import checks
+from weightsync_disaggregated.rank import DisaggregatedRank
+from weightsync_disaggregated.requests import Digest, InitGroupRequest, Name, Tensors, UpdateRequest
 
 _BUCKET_SECONDS = 300.0
 _JOIN_SECONDS = 60.0
@@ -41,15 +41,10 @@ class _Digests(msgspec.Struct, forbid_unknown_fields=True):
     digests: dict[Name, Digest]
 
 
-def is_group(init_info: Mapping[str, Any]) -> bool:
-    """Return whether ``init_info`` requests a process group, not a rank of a replica."""
-    return "master_address" in init_info
-
-
 class PushedUpdates:
     """Executes the requests described above for the worker of global ``rank``, on the calling thread."""
 
-    def __init__(self, adapter: VllmWorkerAdapter, rank: int, device: torch.device) -> None:
+    def __init__(self, adapter: EngineAdapter, rank: int, device: torch.device) -> None:
         self._rank = DisaggregatedRank(adapter, rank=rank, device=device)
         self._update = 0  # number of the update; requests of earlier updates are rejected
         self.begun = False

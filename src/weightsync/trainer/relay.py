@@ -17,6 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import (
     AuthenticationError,
     DeadlineExceeded,
+    ProtocolError,
     RoundFailed,
     SharedMemoryTooSmall,
     StaleSource,
@@ -214,8 +215,11 @@ class Relay(Closeable):
                 self._publish(self._stored, self._state, once)
 
     def _read(self) -> None:
-        """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer."""
-        failure, held, newest = None, self._stored, None
+        """Have the newest version in memory. What is not signed with the run's key is an error if there is nothing newer.
+
+        At first, one that is damaged gives way to an older one, and is the error.
+        """
+        failure, held, newest, damaged = None, self._stored, None, None
         before, self._tried = self._tried, None
         listed = orders(self._store, self._run)
         for order in reversed(listed):
@@ -226,14 +230,29 @@ class Relay(Closeable):
             except WeightSyncError as error:
                 # The key is wrong only if every manifest says so.
                 failure = failure if failure and isinstance(error, AuthenticationError) else error
-        stored = newest or held
-        if stored is None:
-            if failure is not None:
-                raise failure
-            return
+                continue
+            try:
+                self._hold(newest, before)
+            except (ProtocolError, StaleSource, VerificationError) as error:
+                if held is not None:
+                    raise
+                failure, damaged = (failure, damaged) if damaged else (error, newest.version)
+                newest = None
+        if newest is None and held is not None:
+            self._hold(held, before)
+        if failure is not None and (newest is None or damaged is not None):
+            self._tried = damaged or self._tried
+            raise failure
+        if held is not None and (not listed or listed[-1] < held.version.order):
+            raise VersionError(f"the store went back: its newest version is older than {held.version}, which was published")
+
+    def _hold(self, stored: StoredVersion, before: Version | None) -> None:
+        """Have this version in memory, which is said once: ``before`` is what the last turn tried."""
         state = self._state
         if state is None or state.form != _form(stored):
             state = _StoredState(self._store, stored)
+        if self._stored is None:
+            self._state = state  # an older version may begin with the same objects
         if not state.holds(stored):
             failpoints.reached("relay.reading")
             self._tried = stored.version
@@ -242,10 +261,6 @@ class Relay(Closeable):
             state.update(stored, Deadline(self._timeout))
             failpoints.reached("relay.verified")
         self._state, self._stored = state, stored
-        if newest is None and failure is not None:
-            raise failure
-        if held is not None and (not listed or listed[-1] < held.version.order):
-            raise VersionError(f"the store went back: its newest version is older than {held.version}, which was published")
 
     def _publish(self, stored: StoredVersion, state: _StoredState, once: bool) -> None:
         version, trainer = stored.version, self._trainer

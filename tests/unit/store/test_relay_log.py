@@ -106,3 +106,25 @@ def test_each_version_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: p
     assert f"(version {RUN}@1)" in first and f"(version {RUN}@2)" in second
     reading = [lines(caplog, level, f"reading version {RUN}@") for level in ("INFO", "DEBUG")]
     assert [[line.split(":")[0][-1] for line in each] for each in reading] == [["0", "1", "2"], ["1", "2"]]
+
+
+@pytest.mark.parametrize("damaged", ["delta", "key frame"])
+def test_a_relay_starts_with_the_newest_version_that_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str
+) -> None:
+    """It waited for the next key frame, and had nothing to publish until then."""
+    caplog.set_level("INFO", relay.__name__)
+    state = small_state()
+    trainer = StoringTrainer(tmp_path, state, every=16 if damaged == "delta" else 2)
+    for number in range(5):
+        change(state, 0.01, number)
+        trainer.publish(number)
+    first = 3 if damaged == "delta" else 4
+    (spoiled,) = tmp_path.rglob(f"1.{first}.0-*.safetensors")
+    spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"\xff")
+    with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
+        following.between = [lambda: None]
+        following.follow()
+        assert following._published is not None and following._published[0].number == first - 1
+    (said,) = lines(caplog, "ERROR", "no newer version comes: VerificationError")
+    assert f"(version {RUN}@4)" in said

@@ -295,7 +295,6 @@ def with_store(world: StoreWorld) -> Iterator[None]:
         (region, "threading", SimpleNamespace(Lock=simulated.Lock)),
         (writer, "threading", SimpleNamespace(Thread=simulated.Thread)),
         (writer, "queue", SimpleNamespace(SimpleQueue=simulated.SimpleQueue)),
-        (writer, "time", clock),
         (catalog, "datetime", SimpleNamespace(now=lambda zone: bucket.date(world.wall()))),
         (catalog, "secrets", SimpleNamespace(token_hex=lambda nbytes: world.names.randbytes(nbytes).hex())),
         (weightsync.coordinator.stored_versions, "time", clock),

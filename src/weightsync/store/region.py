@@ -23,7 +23,7 @@ from weightsync.store.containers import blocks_of, lists_offset
 from weightsync.store.fold_kernel import fold_changes
 from weightsync.store.objects import ObjectStore
 from weightsync.tensors.change_kernels import CHANGE_BLOCK
-from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
+from weightsync.tensors.copies import check_tiles, copy_and_digest
 from weightsync.tensors.copy_table import CopyTable
 
 _THREADS = 4
@@ -258,10 +258,7 @@ class StoredRegion:
                         folded.add(chunk)
                         del running[chunk]
                 start_more()
-                if digests is None:
-                    copy_tiles(batch.tiles, (image.address,), self._stop)
-                else:
-                    copy_and_digest(batch.tiles, (image.address,), digests, self._stop)
+                copy_and_digest(batch.tiles, (image.address,), digests, self._stop)
                 if self._stop[0]:
                     raise Aborted("reading from the store was aborted")
         finally:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -183,12 +182,6 @@ class StoreWriter:
         self._closing = False
         self.last: Version | None = None
         """The last version that this rank knows to be in the store."""
-        self.dropped = 0
-        """Versions that were published and not stored."""
-        self.nbytes = 0
-        """Bytes of the objects of versions that were stored."""
-        self.seconds = 0.0
-        """Seconds that they took."""
 
     def store(self, version: Version, step: int | None, published: PublishedBytes) -> None:
         """Store ``version`` in the background. Returns at once."""
@@ -223,22 +216,19 @@ class StoreWriter:
             del job  # an idle thread must not keep the region mapped
 
     def _work(self, job: _VersionToStore) -> None:
-        started = time.monotonic()
         try:
-            self.nbytes += self._store_version(job.version, job.step, job.published)
+            self._store_version(job.version, job.step, job.published)
             self.last = job.version
-            self.seconds += time.monotonic() - started
         except Exception as error:  # noqa: BLE001 - training goes on, whatever fails here
             self._failed(job.version, error)
             if not isinstance(error, WeightSyncError):
                 _log.exception("storing version %s failed by an unexpected error", job.version)
 
     def _failed(self, version: Version, error: Exception) -> None:
-        self.dropped += 1
         self._objects.confirm(version, None)
         _log.warning("version %s is not in the store: %s", version, error)
 
-    def _store_version(self, version: Version, step: int | None, published: PublishedBytes) -> int:
+    def _store_version(self, version: Version, step: int | None, published: PublishedBytes) -> None:
         def check() -> None:
             if self._closing:
                 raise Aborted("the trainer was closed")
@@ -268,4 +258,3 @@ class StoreWriter:
                 collect_garbage(self._store, version.run, answer.key, self._keep)
             except WeightSyncError as error:
                 _log.warning("older versions than the newest %d were not removed: %s", self._keep, error)
-        return chain[-1].nbytes

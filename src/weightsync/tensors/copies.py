@@ -86,7 +86,7 @@ def scatter_tiles(tiles: CopyTable, bucket_address: int, first: int, last: int, 
     return _run(tiles, first, last, scattered=bucket_address, stop=stop)
 
 
-def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64, stop: Int8 | None = None) -> int:
+def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt64 | None, stop: Int8 | None = None) -> int:
     """Copy as :func:`copy_tiles` does, and add the digest of each tile, read back from its target, to ``out[row]``.
 
     As digests are additive and tiles fill each row exactly once, ``out`` then equals the result of
@@ -97,12 +97,14 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
     Args:
         tiles: The copy table, with keys.
         source_addresses: Address of each source region.
-        out: ``uint64[rows of the target layout]``, zero before the first tile of a row.
+        out: ``uint64[rows of the target layout]``, zero before the first tile of a row. ``None``: only copy.
         stop: See :func:`copy_tiles`.
 
     Raises:
         LayoutError: The tiles have no keys, or name rows that ``out`` does not have.
     """
+    if out is None:
+        return copy_tiles(tiles, source_addresses, stop)
     _ = tiles.table_address  # made here, and not by several threads
     copy = partial(_run, tiles, sources=np.asarray(source_addresses, np.int64), stop=stop)
     return sum(in_threads(lambda first, last, part: copy(first, last, out=part), tiles.rows * tiles.row_bytes, out))
@@ -167,7 +169,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.cache_clear)  # they stay behind
 
 
-def scatter_and_digest(tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64, stop: Int8 | None = None) -> int:
+def scatter_and_digest(
+    tiles: CopyTable, bucket_address: int, first: int, last: int, out: UInt64 | None, stop: Int8 | None = None
+) -> int:
     """Scatter as :func:`scatter_tiles` does, with digests as in :func:`copy_and_digest`."""
     return _run(tiles, first, last, scattered=bucket_address, out=out, stop=stop)
 

@@ -17,7 +17,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.model import TensorSpec
 from weightsync.tensors.shards import dtype_name
 
-_FP8, _FP4, _FP8_BIAS = 448.0, 6.0, 127
+_FP8, _FP4 = 448.0, 6.0
 _SMALLEST_MAXIMUM = 1e-4  # DeepSeek's, of a block of zeros
 _LEAST_FP8_SCALE = 2.0**-6  # torchao's, the smallest normal number of float8_e4m3fn
 _HALF_STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of E2M1

@@ -472,7 +472,6 @@ def simulated(schedule: Schedule) -> Iterator[None]:
         *functions,
         (ObjectStore, "_store", None),
         (weightsync.deadline, "time", clock),
-        (writer, "time", clock),
         (catalog, "datetime", dates),
         (catalog, "secrets", names),
         (region, "DaemonThreads", _Inline),

@@ -15,7 +15,7 @@ from weightsync.arrays import Bytes, Int64, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineExceeded, ProtocolError, TransportUnavailable, WeightSyncError
 from weightsync.protocol.messages import Traits
-from weightsync.tensors.copies import check_keys, gather_tiles, scatter_and_digest, scatter_tiles
+from weightsync.tensors.copies import check_keys, gather_tiles, scatter_and_digest
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 from weightsync.transports.broadcast.reader import Receipt, ReceivingWire, tiles_and_bytes
@@ -200,10 +200,7 @@ class _HostReceipt(Receipt):
             if number != group or first - offset != done:
                 raise ProtocolError(f"group {group} was read out of order")
             frame = self._next(deadline).ctypes.data + HEADER.size
-            if digests is None:
-                scatter_tiles(tiles, frame, done, last - offset)
-            else:
-                scatter_and_digest(tiles, frame, done, last - offset, digests)
+            scatter_and_digest(tiles, frame, done, last - offset, digests)
             done = last - offset
             with self._changed:
                 self._unpacked += 1

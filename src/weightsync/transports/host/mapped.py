@@ -10,7 +10,7 @@ import numpy as np
 from weightsync.arrays import Bytes, UInt64
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, PeerLost, ProtocolError, StaleSource
-from weightsync.tensors.copies import check_tiles, copy_and_digest, copy_tiles
+from weightsync.tensors.copies import check_tiles, copy_and_digest
 from weightsync.tensors.copy_table import CopyTable
 from weightsync.transports.base import BlockingReader, Reader
 from weightsync.transports.host.region import HEADER_BYTES, Header
@@ -100,10 +100,7 @@ class MappedReader(BlockingReader, HeaderReader):
         self._check_group(group, len(self._groups))
         tiles = self._groups[group]
         if len(tiles):
-            if digests is None:
-                copy_tiles(tiles, self._addresses, self._stop)
-            else:
-                copy_and_digest(tiles, self._addresses, digests, self._stop)
+            copy_and_digest(tiles, self._addresses, digests, self._stop)
         self._check(deadline, f"reading group {group}")
         self._header.require_unchanged(stamp)
 

@@ -125,17 +125,13 @@ class Channel:
         Raises :class:`~weightsync.errors.PeerLost`, :class:`~weightsync.errors.DeadlineExceeded` or
         :class:`~weightsync.errors.Aborted`.
         """
-        option, what = socket.SO_RCVTIMEO, "receiving from"
-        for start in range(0, len(buffers), _IOV_MAX):
-            batch = list(buffers[start : start + _IOV_MAX])
-            while batch:
-                if len(batch) == 1:
-                    count = self._call(option, deadline, what, self.socket.recv_into, batch[0], 0, _WAIT_ALL)
-                else:
-                    count = self._call(option, deadline, what, self.socket.recvmsg_into, batch, 0, _WAIT_ALL)[0]
+        for buffer in buffers:
+            left = buffer
+            while left:
+                count = self._call(socket.SO_RCVTIMEO, deadline, "receiving from", self.socket.recv_into, left, 0, _WAIT_ALL)
                 if not count:
                     raise self.lost()
-                batch = _after(batch, count)
+                left = left[count:]
 
     def receive_part(self, most: int, deadline: Deadline, into: memoryview) -> tuple[memoryview, bool]:
         """Return from one byte to ``most``, and whether they are the beginning of ``into`` or in another buffer.
@@ -154,11 +150,10 @@ class Channel:
     def send(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, more: bool = False) -> None:
         """Send the buffers, one after the other; ``more`` follows at once. Raises as :meth:`receive_into` does."""
         flags = socket.MSG_MORE if more else 0
-        for start in range(0, len(buffers), _IOV_MAX):
-            batch = [memoryview(part) for part in buffers[start : start + _IOV_MAX]]
-            while batch:
-                count = self._call(socket.SO_SNDTIMEO, deadline, "sending to", self.socket.sendmsg, batch, (), flags)
-                batch = _after(batch, count)
+        left = [memoryview(part) for part in buffers if len(part)]
+        while left:
+            count = self._call(socket.SO_SNDTIMEO, deadline, "sending to", self.socket.sendmsg, left[:_IOV_MAX], (), flags)
+            left = _after(left, count)
 
     def send_descriptor(self, data: bytes, fd: int, deadline: Deadline) -> None:
         """Send a few bytes with a file descriptor (Unix sockets)."""

@@ -16,7 +16,7 @@ from weightsync.errors import Aborted, DeadlineExceeded, LoadError
 from weightsync.model import PauseMode
 
 # Seconds for which rank 0's loop leaves the interpreter to other threads in a pass, while it is paused, and while it is idle.
-# SGLang's would spin, and take the interpreter again before a thread that waits for it has woken up: messages then took up to 140 ms.
+# SGLang's would spin, and take the interpreter again before a thread that waits for it has woken up: messages took up to 140 ms.
 _NAP = 0.005
 _IDLE_NAP = 0.0001
 

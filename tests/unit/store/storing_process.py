@@ -78,4 +78,5 @@ def run(descriptors: list[int], arguments: list[str]) -> None:
         failpoints.install(lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == point else None)
     signing.publish(1)
     collect_garbage(signing.trainer.store, RUN, signing.trainer.key.public, 1, grace=0)
-    print(f"ended, {signing.writer.dropped} dropped", flush=True)
+    assert signing.writer.last is not None
+    print(f"ended after {signing.writer.last.number}", flush=True)

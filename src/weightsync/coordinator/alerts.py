@@ -53,8 +53,7 @@ def _of_trainer(ranks: Sequence[RankStatus]) -> Iterator[Alert]:
     for rank in ranks:
         if rank.failing is not None and rank.ended is None:
             reason, since = rank.failing
-            text = f"{rank.member} relays no newer version: {reason}"
-            yield _alert("trainer", "failed", text, since, fix=_RELAY)
+            yield _alert("trainer", "failed", f"{rank.member} relays no newer version: {reason}", since, fix=_RELAY)
     if gone := [rank for rank in ranks if rank.ended is not None]:
         text = f"{', '.join(rank.member for rank in gone)} {_GONE}. {_where(gone)}"
         since = min(rank.ended or 0.0 for rank in gone)
@@ -96,8 +95,7 @@ def _slow(past: PastRounds) -> Iterator[Alert]:
         usual = statistics.median(others) if others else replica.paused_seconds
         if replica.paused_seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
             phase, seconds = max(replica.phases.items(), key=lambda item: item[1], default=("pause", replica.paused_seconds))
-            slowest = last.slowest
-            if slowest is not None and slowest.rank.rpartition("/")[0] == name:
+            if (slowest := last.slowest) is not None and slowest.rank.rpartition("/")[0] == name:
                 phase, seconds = slowest.phase, slowest.seconds
             pause = f"paused for {replica.paused_seconds:.2f} s (others: {usual:.2f} s)"
             text = f"{name} is slow: {pause}, {seconds:.2f} s of it in {phase}"

@@ -72,9 +72,7 @@ class Attendance:
                         raise ManifestMismatch(_lack(refused[0]))
                     await self._next(limit, lambda: self._wanted(count, wanted))
         finally:
-            self._waits[member] -= 1
-            if not self._waits[member]:
-                del self._waits[member]
+            self._waits -= Counter((member,))  # and forgets what is zero
         return tuple(sorted(self.ready()))
 
     async def whole(self, timeout: float) -> Replica:

@@ -51,7 +51,7 @@ from weightsync.coordinator.round_trace import PastRounds, RoundTracer
 from weightsync.coordinator.status import Gauges, RankStatus, Status
 from weightsync.coordinator.stored_versions import STORE_SECONDS, StoredSource, StoredVersions
 from weightsync.coordinator.stream_round import run_stream_round
-from weightsync.errors import Aborted, MembershipError, StaleSource, VersionError, WeightSyncError, readable
+from weightsync.errors import Aborted, MembershipError, RoundFailed, StaleSource, VersionError, WeightSyncError, readable
 from weightsync.gc_pause import collecting_later
 from weightsync.model import FIRST_EPOCH, Version
 from weightsync.protocol.messages import Done, EndCall, LetGo, Publish, ReplicaResult, RoundResult, WaitForReplicas
@@ -283,7 +283,11 @@ class Coordinator:
         """
         self._check_open()
         limit = RoundDeadline(min(timeout, self.settings.timeout))
-        await self.stored.catch_up(limit)
+        try:
+            await self.stored.catch_up(limit)
+        except RoundFailed as error:
+            self._rendezvous.cannot_publish(member, asked.number, str(error), asked.step, asked.count)
+            raise
         return await self._rendezvous.publish(member, asked, limit)
 
     def cannot_publish(self, member: str, number: int | None, reason: str, step: int | None = None, count: int = 0) -> None:

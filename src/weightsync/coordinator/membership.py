@@ -245,8 +245,7 @@ class Membership:
             return
         self._lost.pop(lost.name, None)
         self._lost[lost.name] = lost
-        while len(self._lost) > _REMEMBERED_LOST:
-            name = next(iter(self._lost))
+        for name in list(self._lost)[:-_REMEMBERED_LOST]:
             replica = self._lost.pop(name)
             if not replica.links and self.replicas.get(name) is replica:
                 del self.replicas[name]

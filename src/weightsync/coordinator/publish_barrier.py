@@ -269,6 +269,9 @@ class PublishBarrier:
         earlier = _compare(position, None if gathering is None else gathering.position)
         if gathering is not None and earlier < 0:
             return  # the others are further, and learn from that that this rank missed one
+        known = None if gathering is not None or number is None else self._failed
+        if known is not None and known.same(number) and known.owed.pop(member, "") == link.rank.hello.session:
+            return  # that publication was failed by another rank already
         failed = _Gathering(number, self.adapter)
         failed.position = position
         error = Aborted(f"{failed.what} was not published: {member} failed before it placed its shards: {reason}")

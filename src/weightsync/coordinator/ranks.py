@@ -126,8 +126,6 @@ def check_answer(rank: TrainerRank | EngineRank, message: messages.Body, answer:
                 raise ProtocolError(f"{rank.member} names {len(answer.transports)} transports for {sources} sources")
             if not all(map(str.isprintable, (answer.digest, *answer.transports))):
                 raise ProtocolError(f"{rank.member} sent a plan digest or transport name that is not printable")
-        case _:
-            pass
 
 
 def check_digests(member: str, packed: bytes, count: int, of: str) -> None:

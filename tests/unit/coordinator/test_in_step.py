@@ -43,6 +43,15 @@ async def test_ranks_that_fail_one_by_one_before_they_ask_are_in_step_again() ->
 
 
 @virtual
+async def test_ranks_that_all_failed_before_they_ask_publish_the_number_again() -> None:
+    """The first rank heard of the second one's failure, which was its own publication's, while the second one waited for it."""
+    world = world_of(3, r=1)
+    for rank in (0, 1, 2):
+        world.coordinator.cannot_publish(f"trainer/{rank}", 7, "OSError: no room", None, 1)
+    assert await number_of(*(ask(world, rank, 2, number=7) for rank in (0, 1, 2))) == 7
+
+
+@virtual
 async def test_a_rank_that_missed_failures_of_another_hears_of_them_one_by_one() -> None:
     world = world_of(2, r=1)
     for count in (1, 2):

@@ -10,9 +10,9 @@ from tests.virtual_time import virtual
 
 from weightsync.coordinator import Coordinator
 from weightsync.coordinator.rank_handle import RoundDeadline
-from weightsync.errors import RoundFailed, StaleSource, VersionError
+from weightsync.errors import Aborted, RoundFailed, StaleSource, VersionError
 from weightsync.model.stored import StoredObject
-from weightsync.protocol.messages import Body
+from weightsync.protocol.messages import Body, Publish
 from weightsync.protocol.store_messages import STORE, SignedManifest, StorePart
 from weightsync.store.signing import SigningKey, new_secret
 
@@ -90,6 +90,21 @@ async def test_nothing_is_numbered_before_the_newest_stored_version_is_known() -
         await world.publish(1)
     assert (await world.publish(8)).ok
     world.check()
+
+
+@virtual
+async def test_a_rank_that_comes_when_the_store_is_back_hears_at_once_that_another_failed() -> None:
+    """It waited until its deadline for a rank that had failed, and was told that this one did not call publish()."""
+    world = world_of(2, r=1)
+    store = _Unread(world, 7)
+    with pytest.raises(RoundFailed, match="cannot be read"):
+        await world.coordinator.publish("trainer/0", Publish(None, 1, count=1), 60.0)
+    store.why = ""
+    with pytest.raises(Aborted, match="trainer/0 failed before it placed its shards: nothing was published"):
+        await world.coordinator.publish("trainer/1", Publish(None, 1, count=1), 60.0)
+    again = [world.coordinator.publish(member, Publish(None, 2, count=2), 60.0) for member in world.trainers]
+    assert [result.version.number for result in await asyncio.gather(*again)] == [8, 8]
+    assert asyncio.get_running_loop().time() < 5
 
 
 @virtual

@@ -191,9 +191,8 @@ class Relay(Closeable):
 
     def _cannot_begin(self, error: WeightSyncError) -> bool:
         """Whether somebody must correct the key, or the coordinator's address or token."""
-        if self._stored is None:
-            return isinstance(error, AuthenticationError)
-        return self._trainer is None and self._published is None
+        joined = self._trainer is not None or self._published is not None
+        return isinstance(error, AuthenticationError) if self._stored is None else not joined
 
     def _turn(self, once: bool) -> None:
         if self._reading is None:
@@ -234,11 +233,13 @@ class Relay(Closeable):
             try:
                 self._hold(newest, before)
             except (ProtocolError, StaleSource, VerificationError) as error:
-                if held is not None:
-                    raise
                 failure, damaged = (failure, damaged) if damaged else (error, newest.version)
                 newest = None
-        if newest is None and held is not None:
+                if held is not None:
+                    break
+        # A damaged one may have replaced the last version in memory. It is read again for a coordinator that has not got it.
+        joined = None if self._trainer is None else self._trainer.welcomes
+        if newest is None and held is not None and (damaged is None or self._published != (held.version, joined)):
             self._hold(held, before)
         if failure is not None and (newest is None or damaged is not None):
             self._tried = damaged or self._tried

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
@@ -128,3 +130,18 @@ def test_a_relay_starts_with_the_newest_version_that_is_whole(
         assert following._published is not None and following._published[0].number == first - 1
     (said,) = lines(caplog, "ERROR", "no newer version comes: VerificationError")
     assert f"(version {RUN}@4)" in said
+
+
+def test_a_new_coordinator_gets_the_version_whose_memory_a_damaged_key_frame_took(tmp_path: Path) -> None:
+    """From the second attempt on there was no version in memory, and a coordinator that was restarted got none."""
+    trainer = StoringTrainer(tmp_path, state := small_state(), every=2)
+    for number in range(3):
+        change(state, 0.01, number)
+        trainer.publish(number)
+    (spoiled,) = tmp_path.rglob("1.2.0-*.safetensors")
+    spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"\xff")
+    region: Any = SimpleNamespace(welcomes=0, tell=lambda reason: None, close=lambda: None)
+    with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
+        following.between = [partial(setattr, following, "_trainer", region), partial(setattr, following, "_published", None)]
+        following.follow()
+        assert following._published is not None and following._published[0].number == 1

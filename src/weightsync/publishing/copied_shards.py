@@ -333,7 +333,7 @@ class DeviceCopy:
             shards = [shard for shard in shards if shard.box.size]
             self._parts = list(_parts(changes.sections, PART_BYTES if write is None else region.memory.nbytes))
             most = max((span for _, _, _, span in self._parts), default=0)
-            self._scratch = torch.empty(most, dtype=torch.uint8, device=self._device)
+            self._scratch = changes.scratch.resize_(most)
             starts = np.repeat([start for _, _, start, _ in self._parts], [last - first for first, last, _, _ in self._parts])
             self._places = changes.sections.offset, changes.sections.offset - starts.astype(np.int64)
             firsts = self._places[1]

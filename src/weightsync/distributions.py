@@ -8,6 +8,7 @@ _FOLDERS = {
     "weightsync_disaggregated": "./disaggregated-updates",
     "weightsync_nixl": "./transport-nixl",
     "weightsync_ray": "./ray-manager",
+    "weightsync_relay": "./relay",
     "weightsync_rollouts": "./rollouts",
     "weightsync_testing": "./testing",
 }

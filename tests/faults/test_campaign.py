@@ -33,6 +33,7 @@ from tests.faults.weights import MANIFEST, Weights, fill
 from tests.processes import ChildProcess
 
 import weightsync_disaggregated
+import weightsync_relay
 from weightsync import external, failpoints
 from weightsync.engine import session_front
 from weightsync.model import Version
@@ -185,8 +186,8 @@ def _of_a_front(prefix: str) -> set[str]:
 
 def test_every_point_that_code_reaches_is_one_of_them() -> None:
     parties = ("engine", "trainer", "round", "relay", "store")
-    package = Path(failpoints.__file__).parent
-    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    folders = (Path(str(package.__file__)).parent for package in (failpoints, weightsync_relay))
+    text = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     named = set(re.findall(rf'points\.reached\("((?:{"|".join(parties)})\.[a-z._]+)"\)', text))
     to_engines = (
         Prepare,

@@ -19,8 +19,8 @@ from weightsync.protocol.messages import Hello
 from weightsync.store import signing
 from weightsync.store.catalog import manifest_path
 from weightsync.store.objects import ObjectStore
-from weightsync.trainer import relay
-from weightsync.trainer.relay import Relay, _RelayTrainer, _StoredState
+from weightsync_relay import relay
+from weightsync_relay.relay import Relay, _RelayTrainer, _StoredState
 
 __all__ = ["RELAY_MUTANTS"]
 

@@ -14,7 +14,7 @@ from tests.simulation.coordination import GRACE, CoordinatorProcess
 from tests.simulation.installation import replaced
 from tests.simulation.object_store import RUN, SIGNED_BODY, STORE_URL
 from tests.simulation.ranks import _SETTINGS, Agent, EngineProcess, Process, TrainerProcess, _Link, _Placer
-from tests.simulation.store_world import _KEY, StoreWorld, _Daemons, _digest, _Storing
+from tests.simulation.store_world import _CHUNK, _KEY, StoreWorld, _Daemons, _digest, _Storing
 from tests.simulation.threads import Executor, Lock, Thread
 from tests.simulation.weights import Sharing
 
@@ -30,14 +30,14 @@ from weightsync.protocol.worker import received_for
 from weightsync.publishing.publication import ReaderAccess
 from weightsync.publishing.published_shards import ShardOptions
 from weightsync.store.objects import ObjectStore
-from weightsync.trainer import relay
 from weightsync.trainer.background import wait_until_free
-from weightsync.trainer.relay import Relay, _RelayTrainer, _StoredState
 from weightsync.trainer.requests import PublishRequests
 from weightsync.trainer.storing import Storing
 from weightsync.trainer.trainer import Trainer
 from weightsync.trainer.trainer_role import TrainerRole
 from weightsync.transports.host.region import PublishedRegion
+from weightsync_relay import kept_region, relay
+from weightsync_relay.relay import Relay, _RelayTrainer, _StoredState
 
 __all__ = ["RELAY_STATES", "RelayWorld", "with_relay"]
 
@@ -134,7 +134,7 @@ class _RelayedTrainer(_RelayTrainer):
 
 
 class RelayProcess(Agent):
-    """``weightsync relay``: the real :class:`~weightsync.trainer.relay.Relay` over the simulated bucket."""
+    """``weightsync relay``: the real :class:`~weightsync_relay.relay.Relay` over the simulated bucket."""
 
     world: RelayWorld
 
@@ -366,6 +366,8 @@ def with_relay(world: RelayWorld) -> Iterator[None]:
         (relay, "_RelayTrainer", _RelayedTrainer),
         (relay, "_StoredState", _Following),
         (relay, "DaemonThreads", _Daemons),
+        (kept_region, "DaemonThreads", _Daemons),
+        (kept_region, "CHUNK_BYTES", _CHUNK),
         (relay, "available_bytes", lambda: None),
     ):
         yield

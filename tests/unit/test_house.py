@@ -429,7 +429,7 @@ def test_the_count_of_code_lines_leaves_out_what_explains() -> None:
 @pytest.mark.parametrize("kind", ["unit", "contract"])
 def test_folders_of_tests_are_those_of_the_source(kind: str) -> None:
     source = {path.name for path in SOURCE.iterdir() if path.is_dir()}
-    source |= {"bench", "benchmarks", "callbacks", "disaggregated", "examples"}
+    source |= {"bench", "benchmarks", "callbacks", "disaggregated", "examples", "relay"}
     assert {path.parent.name for path in (ROOT / "tests" / kind).glob("*/*.py")} <= source
 
 

@@ -20,14 +20,14 @@ MOVED = {
     "weightsync.transports.nixl": ("weightsync_nixl", "./transport-nixl"),
 }
 
-UPDATES = "./disaggregated-updates"
+FOLDERS = {"weightsync_disaggregated": "./disaggregated-updates", "weightsync_relay": "./relay"}
 MODULES = {
     f"weightsync.external.{name}": f"weightsync_disaggregated.{name}"
     for name in (
         *("checks", "push", "rank", "ranks", "requests", "router", "weight_updates"),
         *("clients.base", "clients.lmdeploy", "clients.sglang", "clients.weightsync"),
     )
-}
+} | {"weightsync.trainer.relay": "weightsync_relay.relay"}
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "weightsync.external": {
         "weightsync_disaggregated": (
@@ -48,12 +48,17 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *("SHUTDOWN_ENGINE", "START_WEIGHT_UPDATE", "VLLMClient", "finish_weight_update", "update_weights"),
         ),
     },
+    "weightsync.store.region": {"weightsync_relay.kept_region": ("KeptRegion",)},
 }
 """Names that moved out of modules that are still there."""
 EACH_NAME = [(old, new, name) for old, places in NAMES.items() for new, names in places.items() for name in names]
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here")
 each = pytest.mark.parametrize("old", [pytest.param(old, marks=needs_ray if old == "weightsync.ray" else ()) for old in MOVED])
+
+
+def folder_of(module: str) -> str:
+    return FOLDERS[module.partition(".")[0]]
 
 
 def modules(package: str) -> list[str]:
@@ -66,10 +71,10 @@ def warning(old: str) -> str:
 
 
 class Without(MetaPathFinder):
-    """Finds nothing of the package of updates, as where it is not installed."""
+    """Finds nothing of these packages, as where they are not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] == "weightsync_disaggregated":
+        if name.partition(".")[0] in FOLDERS:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -132,7 +137,9 @@ def test_without_the_package_the_error_says_how_to_install_it(old: str, monkeypa
 @pytest.mark.parametrize("old", MODULES)
 def test_an_old_module_of_a_package_that_stayed_warns_and_is_the_new_one(old: str) -> None:
     new = importlib.import_module(MODULES[old])
-    with pytest.warns(DeprecationWarning, match=rf"pip install {UPDATES} in a clone.*import from {MODULES[old]}") as warned:
+    with pytest.warns(
+        DeprecationWarning, match=rf"pip install {folder_of(MODULES[old])} in a clone.*import from {MODULES[old]}"
+    ) as warned:
         names: dict[str, object] = {}
         exec(compile(f"import {old} as old", "mine.py", "exec"), names)
     assert names["old"] is importlib.import_module(old) is new
@@ -144,7 +151,7 @@ def test_an_old_name_of_a_module_that_stayed_warns_and_is_the_new_one(
     old: str, new: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(vars(importlib.import_module(old)), name, raising=False)
-    with pytest.warns(DeprecationWarning, match=rf"pip install {UPDATES} in a clone.*import from weightsync_disag") as warned:
+    with pytest.warns(DeprecationWarning, match=rf"pip install {folder_of(new)} in a clone.*import from {new}") as warned:
         names: dict[str, object] = {}
         exec(compile(f"from {old} import {name}", "mine.py", "exec"), names)
     assert names[name] is getattr(importlib.import_module(new), name)
@@ -158,14 +165,20 @@ def test_a_name_that_never_was_is_an_attribute_error(old: str) -> None:
         _ = importlib.import_module(old).Nonsense
 
 
-@pytest.mark.parametrize("code", [f"import {old}" for old in MODULES] + [f"from {old} import {name}" for old, _, name in EACH_NAME])
-def test_without_the_package_of_updates_the_error_says_how_to_install_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "weightsync_disaggregated"]:
+@pytest.mark.parametrize(
+    ("code", "new"),
+    [(f"import {old}", new) for old, new in MODULES.items()] + [(f"from {old} import {name}", new) for old, new, name in EACH_NAME],
+)
+def test_without_its_package_the_error_of_an_old_name_says_how_to_install_it(
+    code: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in FOLDERS]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
     for old, _, name in EACH_NAME:
         monkeypatch.delitem(vars(importlib.import_module(old)), name, raising=False)
-    with pytest.raises(ModuleNotFoundError, match=rf"weightsync-disaggregated now \(pip install {UPDATES} in a clone"):
+    package = new.partition(".")[0].replace("_", "-")
+    with pytest.raises(ModuleNotFoundError, match=rf"{package} now \(pip install {folder_of(new)} in a clone"):
         exec(code, {})
 
 

@@ -17,8 +17,7 @@ from weightsync import __version__
 from weightsync.cli import options
 from weightsync.cli.commands import Command, CommandGroup
 from weightsync.cli.options import CaFile, Coordinator, Json, TokenFile, client_settings, setting
-from weightsync.cli.relay import relay
-from weightsync.cli.store import StoreCommand, store_app
+from weightsync.cli.store import store_app
 from weightsync.distributions import how_to_install
 
 app = typer.Typer(
@@ -32,19 +31,23 @@ app = typer.Typer(
 _BESIDE = {
     "weightsync_bench": {"bench": "Measure whole rounds on this machine.", "plan": "Forecast an update of your model."},
     "weightsync_disaggregated": {"push": "Update running servers from a checkpoint on disk, without a trainer."},
+    "weightsync_relay": {"relay": "Publish each new version of a store to the replicas of another region."},
 }
 """Commands of other distributions, and their help where these are not installed."""
 _TO_REQUESTS = "What an update does to running requests, unless the trainer decides"
 
 
 def add_commands_beside(app: typer.Typer) -> None:
-    """Add the commands of other distributions to ``app``, or where one is not installed, commands that say how to install it."""
+    """Add the commands of other distributions to ``app``, or where one is not installed, commands that say how to install it.
+
+    Each distribution has its commands in the module ``commands``, whose ``COMMAND_CLASS``, if there is one, is their class.
+    """
     for package, commands in _BESIDE.items():
         installed = importlib.util.find_spec(package) is not None
         module = importlib.import_module(f"{package}.commands") if installed else None
         for name, does in commands.items():
             if installed:
-                app.command(name, cls=Command)(getattr(module, name))
+                app.command(name, cls=getattr(module, "COMMAND_CLASS", Command))(getattr(module, name))
                 continue
             text = f"{does} Not installed: {how_to_install(package)}."
             app.command(name, cls=Command, help=text, context_settings={"ignore_unknown_options": True})(_not_installed)
@@ -357,7 +360,6 @@ def doctor(coordinator: Coordinator = None, token_file: TokenFile = None, ca_fil
 
 
 add_commands_beside(app)
-app.command(cls=StoreCommand)(relay)
 app.add_typer(store_app, name="store")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -19,6 +18,7 @@ from weightsync.daemon_threads import DaemonThreads
 from weightsync.deadline import Deadline
 from weightsync.errors import Aborted, ProtocolError, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
+from weightsync.old_names import moved_names
 from weightsync.store.containers import blocks_of, lists_offset
 from weightsync.store.fold_kernel import fold_changes
 from weightsync.store.objects import ObjectStore
@@ -26,8 +26,9 @@ from weightsync.tensors.change_kernels import CHANGE_BLOCK
 from weightsync.tensors.copies import check_tiles, copy_and_digest
 from weightsync.tensors.copy_table import CopyTable
 
-_THREADS = 4
-_AHEAD = 8  # chunks that are fetched while the ones before are copied
+READING_THREADS = 4
+CHUNKS_AHEAD = 8
+"""Chunks that are fetched while the ones before are copied."""
 _BATCH_BYTES = 4 * CHUNK_BYTES  # of the region, from which tiles are copied together
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -106,7 +107,7 @@ class ObjectImage:
             self._dropped = chunks
 
 
-class _DeltaObject:
+class DeltaObject:
     """What changed from one object of a chain to the next: where the lists are."""
 
     def __init__(self, store: ObjectStore, item: StoredObject, nbytes: int) -> None:
@@ -144,7 +145,7 @@ class _DeltaObject:
 class _Pass:
     """One pass over the region: chunks of the key frame come into memory, changes are applied to them, and they go."""
 
-    def __init__(self, key: ObjectImage, first: int, nbytes: int, deltas: Sequence[_DeltaObject], stop: Int8) -> None:
+    def __init__(self, key: ObjectImage, first: int, nbytes: int, deltas: Sequence[DeltaObject], stop: Int8) -> None:
         self.key, self._first, self._nbytes, self._stop = key, first, nbytes, stop
         self._deltas = [(delta, delta.image()) for delta in deltas]
 
@@ -193,11 +194,11 @@ class StoredRegion:
 
     def __init__(self, store: ObjectStore, chain: Sequence[StoredObject], nbytes: int) -> None:
         self._store, self._key, self._nbytes = store, chain[0], nbytes
-        self._deltas = [_DeltaObject(store, item, nbytes) for item in chain[1:]]
+        self._deltas = [DeltaObject(store, item, nbytes) for item in chain[1:]]
         self._groups: list[list[_Batch]] = []
         self._stop = np.zeros(1, np.int8)
         self._aborted: Future[None] = Future()
-        self._threads = DaemonThreads(_THREADS, "weightsync-store")
+        self._threads = DaemonThreads(READING_THREADS, "weightsync-store")
 
     def prepare(self, groups: Sequence[CopyTable]) -> None:
         """Say which tiles will be read, see :meth:`weightsync.transports.base.Reader.prepare`."""
@@ -245,7 +246,7 @@ class StoredRegion:
         folded: set[int] = set()
 
         def start_more() -> None:
-            while len(running) < _AHEAD and (chunk := next(order, None)) is not None:
+            while len(running) < CHUNKS_AHEAD and (chunk := next(order, None)) is not None:
                 running[chunk] = self._threads.submit(partial(work.fold, chunk))
 
         try:
@@ -277,60 +278,4 @@ class StoredRegion:
         self._threads.close()
 
 
-class KeptRegion:
-    """A trainer rank's shards in this process's memory, brought from one stored version to the next. Not thread-safe.
-
-    Only objects that the memory lacks are read, and each is verified before a byte of a delta is applied: what fails leaves the
-    version before, unless a key frame was being read.
-
-    Args:
-        store: The store.
-        nbytes: Bytes of the region.
-    """
-
-    def __init__(self, store: ObjectStore, nbytes: int) -> None:
-        self._store = store
-        self.memory = np.empty(nbytes, np.uint8)
-        """The region, ``uint8[nbytes]``."""
-        self.chain: tuple[StoredObject, ...] = ()
-        """What the memory holds; empty while it holds no version, or after it was set to that: then the next one is read whole."""
-
-    def update(self, chain: tuple[StoredObject, ...], deadline: Deadline) -> None:
-        """Have the version with this ``chain`` in memory.
-
-        Raises:
-            ProtocolError: A delta is none.
-            VerificationError: An object is not what was stored.
-            StaleSource: An object was removed.
-            TransportError: The store fails.
-            DeadlineExceeded: ``deadline`` passed.
-        """
-        there = len(self.chain) if chain[: len(self.chain)] == self.chain else 0
-        for index, item in enumerate(chain[there:], there):
-            if item.kind == "key":
-                self.chain = ()
-                for chunk, data in self._chunks(item, deadline):
-                    first = chunk * CHUNK_BYTES - item.data
-                    shards = data[max(-first, 0) :]
-                    self.memory[max(first, 0) :][: len(shards)] = shards
-            else:
-                delta = _DeltaObject(self._store, item, len(self.memory))
-                image = delta.image()
-                for chunk, data in self._chunks(item, deadline):
-                    image.put(chunk, data)
-                self.chain = ()
-                delta.fold(image, self.memory.ctypes.data, 0, blocks_of(len(self.memory)))
-            self.chain = chain[: index + 1]
-
-    def _chunks(self, item: StoredObject, deadline: Deadline) -> Iterator[tuple[int, Bytes]]:
-        """Read an object's chunks, some ahead. No thread has the memory, so one that outlives a failure changes nothing in it."""
-        threads = DaemonThreads(_THREADS, "weightsync-store")
-        try:
-            running = deque[Future[Bytes]]()
-            for chunk in range(item.chunks + _AHEAD):
-                if chunk < item.chunks:
-                    running.append(threads.submit(partial(verified_chunk, self._store, item, chunk)))
-                if chunk >= _AHEAD:
-                    yield chunk - _AHEAD, deadline.result(running.popleft(), f"reading {item.path}")
-        finally:
-            threads.close()
+moved_names(__name__, "weightsync_relay.kept_region", "KeptRegion")

@@ -125,6 +125,7 @@ BESIDE = [
     ("transports.nixl.transport", "transport-nixl"),
     ("ray.manager", "ray-manager"),
     ("external.push", "disaggregated-updates"),
+    ("trainer.relay", "relay"),
 ]
 
 
@@ -141,6 +142,7 @@ def test_without_a_package_beside_the_error_names_it(installed: Path, tmp_path: 
         ("rollouts", "weightsync_rollouts", "controller"),
         ("transport-nixl", "weightsync_nixl", "transport"),
         ("disaggregated-updates", "weightsync_disaggregated", "push, weight_updates"),
+        ("relay", "weightsync_relay", "commands, Relay"),
         pytest.param(
             "ray-manager", "weightsync_ray", "manager", marks=pytest.mark.skipif(find_spec("ray") is None, reason="no Ray")
         ),

@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 
-import weightsync.server.server
-import weightsync.trainer.relay  # noqa: F401 - both before the fork: it takes seconds
+import weightsync.server.server  # noqa: F401 - before the fork: it takes seconds
+import weightsync_relay.relay  # noqa: F401 - the same
 from weightsync import failpoints
-from weightsync.cli.relay import relay
+from weightsync_relay.commands import relay
 
 PUBLISHED = "published, and from now on"
 

@@ -28,7 +28,7 @@ from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 from weightsync.store.catalog import manifest_path
 from weightsync.store.signing import SigningKey, new_secret
-from weightsync.trainer.relay import Relay
+from weightsync_relay.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

@@ -22,11 +22,11 @@ from weightsync.deadline import Deadline
 from weightsync.model.stored import VersionManifest
 from weightsync.planning.coverage import Coverage
 from weightsync.store.catalog import manifest_path
-from weightsync.store.region import KeptRegion
 from weightsync.store.signing import SigningKey, new_secret
-from weightsync.trainer import relay as relay_module
-from weightsync.trainer.relay import _RelayTrainer
 from weightsync.trainer.trainer import Trainer
+from weightsync_relay import relay as relay_module
+from weightsync_relay.kept_region import KeptRegion
+from weightsync_relay.relay import _RelayTrainer
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

@@ -20,8 +20,8 @@ from weightsync.model import fold
 from weightsync.server.server import BackgroundServer
 from weightsync.store import catalog
 from weightsync.store.objects import ObjectStore
-from weightsync.trainer import relay as relay_module
-from weightsync.trainer.relay import Relay
+from weightsync_relay import relay as relay_module
+from weightsync_relay.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "runtime")
 

@@ -73,6 +73,7 @@ def test_help_lists_every_command() -> None:
         ("bench", "weightsync-bench", "./bench"),
         ("plan", "weightsync-bench", "./bench"),
         ("push", "weightsync-disaggregated", "./disaggregated-updates"),
+        ("relay", "weightsync-relay", "./relay"),
     ],
 )
 def test_a_command_whose_package_is_not_installed_names_it(

@@ -11,7 +11,6 @@ import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
 from typer.testing import CliRunner
 
-from weightsync.cli.commands import EXIT_UNREACHABLE
 from weightsync.cli.main import app
 from weightsync.store.catalog import manifest_path, orders
 
@@ -124,19 +123,6 @@ def test_the_key_is_found_where_the_coordinator_ran(
     wrong = run("verify", code=2)
     assert key.public_text in wrong and "compare it with what `weightsync store key` prints at home" in wrong
     assert "not signed" in wrong  # this store was signed by another key
-
-
-def test_a_relay_says_by_what_it_has_its_coordinator(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTSYNC_COORDINATOR", "http://127.0.0.1:1")
-    monkeypatch.setenv("WEIGHTSYNC_TOKEN", "t" * 43)
-    monkeypatch.setenv("WEIGHTSYNC_CONNECT_TIMEOUT", "0.1")
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("weightsync.cli.relay.configure_logs", lambda *_: None)
-    unset = "WEIGHTSYNC_COORDINATOR is set, so this relay starts no coordinator; unset it to have one here"
-    done = CliRunner().invoke(app, ["relay", "--run", RUN])
-    assert done.exit_code == EXIT_UNREACHABLE and unset in done.output
-    done = CliRunner().invoke(app, ["relay", "--run", RUN, "--coordinator", "http://127.0.0.1:1"])
-    assert done.exit_code == EXIT_UNREACHABLE and unset not in done.output
 
 
 def test_what_is_missing_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

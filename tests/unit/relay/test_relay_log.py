@@ -15,8 +15,8 @@ from weightsync.errors import Aborted, StaleSource, TransportError
 from weightsync.store.catalog import load, manifest_path
 from weightsync.store.objects import ObjectStore
 from weightsync.store.signing import StoredVersion
-from weightsync.trainer import relay
-from weightsync.trainer.relay import Relay
+from weightsync_relay import relay
+from weightsync_relay.relay import Relay
 
 
 class ReadingRelay(Relay):
@@ -42,7 +42,7 @@ def lines(caplog: pytest.LogCaptureFixture, level: str, text: str) -> list[str]:
 
 
 def test_a_relay_waits_for_the_first_version_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", relay.__name__)
+    caplog.set_level("INFO", "weightsync")
     with ReadingRelay(ObjectStore(str(tmp_path / "store")), RUN, bytes(32), "", interval=0.001) as waiting:
         waiting.between = [lambda: None, lambda: None]
         with pytest.raises(StaleSource, match="there is no folder"):
@@ -86,7 +86,7 @@ def test_a_relay_that_is_closed_says_of_no_failure(tmp_path: Path, caplog: pytes
 
 
 def test_each_version_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", relay.__name__)
+    caplog.set_level("DEBUG", "weightsync")
     state = small_state()
     trainer = StoringTrainer(tmp_path, state)
     trainer.publish(0)
@@ -115,7 +115,7 @@ def test_a_relay_starts_with_the_newest_version_that_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str
 ) -> None:
     """It waited for the next key frame, and had nothing to publish until then."""
-    caplog.set_level("INFO", relay.__name__)
+    caplog.set_level("INFO", "weightsync")
     state = small_state()
     trainer = StoringTrainer(tmp_path, state, every=16 if damaged == "delta" else 2)
     for number in range(5):

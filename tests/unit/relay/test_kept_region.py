@@ -13,7 +13,7 @@ from weightsync.errors import DeadlineExceeded, StaleSource, VerificationError
 from weightsync.model.stored import CHUNK_BYTES, StoredObject
 from weightsync.store.catalog import load
 from weightsync.store.objects import ObjectStore
-from weightsync.store.region import KeptRegion
+from weightsync_relay.kept_region import KeptRegion
 
 SECONDS = 30.0
 

@@ -10,8 +10,10 @@ import typer
 
 from weightsync.cli.commands import EXIT_INTERRUPTED
 from weightsync.cli.options import LogJson, LogLevel, TokenFile, configure_logs, setting, token_in
-from weightsync.cli.store import OfRun, OpenedStore, PublicKey, StoreUrl
+from weightsync.cli.store import OfRun, OpenedStore, PublicKey, StoreCommand, StoreUrl
 
+COMMAND_CLASS = StoreCommand
+"""Ctrl-C ends it at once while it opens the store."""
 _OR = ", or WEIGHTSYNC_COORDINATOR. Without either, it runs in this process."
 
 
@@ -52,7 +54,7 @@ def relay(
     from weightsync.config import ClientSettings, ServerSettings, variable
     from weightsync.errors import ConfigurationError, CoordinatorUnreachable
     from weightsync.server.server import BackgroundServer
-    from weightsync.trainer.relay import Relay
+    from weightsync_relay.relay import Relay
 
     configure_logs(log_level, log_json)
     opened, token = OpenedStore(store, run, key), token_in(token_file)

@@ -76,7 +76,7 @@ DELTA_POINTS = (
 """Further points of a round that moves only what changed."""
 
 MOVING_POINTS = ("engine.received.keeplayout", "engine.held")
-"""Points of an engine rank whose experts move between ranks: ``tests/unit/engine/test_moving_layouts.py`` has such ranks."""
+"""Points of an engine rank whose experts move between ranks: ``tests/unit/engine/test_moving_parts.py`` has such ranks."""
 
 AUDIT_POINTS = ("engine.received.audit", "engine.audit")
 """Points of an engine rank that has served for some seconds: the simulation reaches them, the campaign does not."""

@@ -1,1 +1,1 @@
-"""Engine adapters: PyTorch modules, vLLM and SGLang. Of the rest only ``ray`` and ``integrations`` import them."""
+"""Engine adapters: PyTorch modules, vLLM and SGLang. Of the rest only ``integrations`` imports them."""

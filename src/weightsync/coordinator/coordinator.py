@@ -245,14 +245,14 @@ class Coordinator:
         return replica.version != version and not only_stored
 
     def _check_reports(self, order: tuple[int, int]) -> None:
-        """Trust or quarantine all replicas that report the version of this epoch and number."""
+        """Trust all replicas that report the version of this epoch and number, or take them out of service."""
         published = self._publications.published.get(order)
         for replica, why in validate(self._members.replicas.values(), self.settings.run, order, published):
             self._exclude(replica, why)
         self._audits.start(self._members.replicas.values())
 
     def _exclude(self, replica: Replica, why: str) -> None:
-        """Mark the replica dirty and quarantine it, because it may be generating."""
+        """Take the replica out of service (``dirty``) and pause it, because it may be generating."""
         replica.become("dirty", error=why)
         self._feed.emit(ReplicaPhase(self.rounds, replica.name, "quarantine"))
         for link in replica.links.values():

@@ -83,7 +83,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     "dirty": frozenset({"updating", "lost"}),  # never directly to loaded
     "lost": frozenset({"registered"}),
 }
-"""Allowed successors of each state. Any other transition is a bug and raises."""
+"""Allowed successors of each state; any other transition raises. ``loaded`` is serving, ``dirty`` is out of service."""
 
 
 class Replica:
@@ -314,7 +314,7 @@ class Replica:
             link.serving = version
 
     def fail(self, links: dict[str, RankHandle[EngineRank]], error: str) -> None:
-        """End an update with ``error``: the replica becomes dirty, unless it was lost or reconnected in the meantime."""
+        """End an update with ``error``: the replica is out of service (``dirty``), unless it was lost or has reconnected."""
         for link in links.values():
             link.prepared = None
         if self.members() == links and self.state == "updating":

@@ -26,7 +26,7 @@ from weightsync.tensors.digest import PUBLIC, DigestConstants
 from weightsync.tensors.shards import Shard
 
 State = Literal["serving", "pausing", "paused", "writing", "written", "committed", "quarantined"]
-"""An update takes a rank through these in order. ``quarantined``: only a pause leads out of it."""
+"""An update takes a rank through these in order. ``quarantined`` is out of service: only a pause leads out of it."""
 
 T = TypeVar("T")
 

@@ -412,7 +412,7 @@ class Updated(Message, frozen=True):
 
 
 class Quarantine(Message, frozen=True):
-    """Abort the running update and stay paused, without a version, until a later round."""
+    """Go out of service: abort the running update and stay paused, without a version, until a later round."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1 << 20)]
 

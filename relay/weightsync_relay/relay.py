@@ -222,7 +222,7 @@ class Relay(Closeable):
         before, self._tried = self._tried, None
         listed = orders(self._store, self._run)
         for order in reversed(listed):
-            if newest is not None or (held is not None and order <= held.version.order):
+            if newest is not None or (held is not None and (damaged is not None or order <= held.version.order)):
                 break
             try:
                 newest = load(self._store, self._run, order, self._public)
@@ -230,13 +230,14 @@ class Relay(Closeable):
                 # The key is wrong only if every manifest says so.
                 failure = failure if failure and isinstance(error, AuthenticationError) else error
                 continue
+            if damaged is not None and any(path in str(failure) for path in newest.objects):
+                newest = None  # it needs the same object, which may be large
+                continue
             try:
                 self._hold(newest, before)
             except (ProtocolError, StaleSource, VerificationError) as error:
                 failure, damaged = (failure, damaged) if damaged else (error, newest.version)
                 newest = None
-                if held is not None:
-                    break
         # A damaged one may have replaced the last version in memory. It is read again for a coordinator that has not got it.
         joined = None if self._trainer is None else self._trainer.welcomes
         if newest is None and held is not None and (damaged is None or self._published != (held.version, joined)):

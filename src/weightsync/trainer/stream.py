@@ -260,10 +260,9 @@ class StreamedPublication:
     def _open(self, number: int, deadline: Deadline) -> None:
         """Begin window ``number``. If this rank sends it, wait first until its memory is free."""
         if self._ring.own(number):
-            slots = len(self._ring.memory) // self._ring.capacity
-            reused = number - slots * self._ring.world_size  # the window whose memory this is
+            slots = len(self._ring.memory) // self._ring.capacity * self._ring.world_size  # of all ranks
             with self._lock:
-                self._wait(lambda: self._released > reused, deadline, "waiting for readers")
+                self._wait(lambda: self._released > number - slots, deadline, "waiting for readers")
             self._current = _Window()
         self._number = number
 

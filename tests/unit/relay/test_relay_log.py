@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from tests.unit.store.stored import RUN, StoringTrainer, change, small_state
 
+from weightsync.arrays import Bytes
 from weightsync.errors import Aborted, StaleSource, TransportError
+from weightsync.model.stored import StoredObject
 from weightsync.store.catalog import load, manifest_path
 from weightsync.store.objects import ObjectStore
+from weightsync.store.region import verified_chunk
 from weightsync.store.signing import StoredVersion
-from weightsync_relay import relay
+from weightsync_relay import kept_region, relay
 from weightsync_relay.relay import Relay
 
 
@@ -132,6 +135,29 @@ def test_a_relay_starts_with_the_newest_version_that_is_whole(
     assert f"(version {RUN}@4)" in said
 
 
+def test_a_damaged_object_is_read_once_in_an_attempt_however_many_versions_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt read a damaged key frame for every version after it."""
+    trainer = StoringTrainer(tmp_path, state := small_state())
+    for number in range(6):
+        change(state, 0.01, number)
+        trainer.publish(number)
+    (spoiled,) = tmp_path.rglob("1.0.0-*.safetensors")
+    spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"\xff")
+    reads = list[str]()
+
+    def counted(store: ObjectStore, item: StoredObject, chunk: int) -> Bytes:
+        reads.append(item.path)
+        return verified_chunk(store, item, chunk)
+
+    monkeypatch.setattr(kept_region, "verified_chunk", counted)
+    with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
+        following.between = [lambda: None]
+        following.follow()
+    assert reads == [str(spoiled.relative_to(tmp_path))] * 2
+
+
 def test_a_new_coordinator_gets_the_version_whose_memory_a_damaged_key_frame_took(tmp_path: Path) -> None:
     """From the second attempt on there was no version in memory, and a coordinator that was restarted got none."""
     trainer = StoringTrainer(tmp_path, state := small_state(), every=2)
@@ -140,8 +166,8 @@ def test_a_new_coordinator_gets_the_version_whose_memory_a_damaged_key_frame_too
         trainer.publish(number)
     (spoiled,) = tmp_path.rglob("1.2.0-*.safetensors")
     spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"\xff")
-    region: Any = SimpleNamespace(welcomes=0, tell=lambda reason: None, close=lambda: None)
+    coordinator: Any = SimpleNamespace(welcomes=0, tell=lambda reason: None, close=lambda: None)
     with ReadingRelay(ObjectStore(str(tmp_path)), RUN, trainer.key.public, "", interval=0.001) as following:
-        following.between = [partial(setattr, following, "_trainer", region), partial(setattr, following, "_published", None)]
+        following.between = [partial(setattr, following, "_trainer", coordinator), partial(setattr, following, "_published", None)]
         following.follow()
         assert following._published is not None and following._published[0].number == 1

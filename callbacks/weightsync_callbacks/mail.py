@@ -26,7 +26,7 @@ from weightsync.server.http_client import Backoff, coordinator_http, event_data,
 from weightsync_callbacks.broker import FOLLOWER_HEADER
 from weightsync_callbacks.mailbox import Signal
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _BATCH = 1024
 _BATCH_BYTES = 16 << 20
 _SIGNAL = msgspec.json.Decoder(Signal)

@@ -27,7 +27,7 @@ from weightsync_disaggregated.clients import sglang
 from weightsync_disaggregated.clients import weightsync as own
 from weightsync_disaggregated.clients.bodies import GroupSpec, destroy_group, init_group
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _ANSWER_SECONDS = 30.0
 _SHOWN = 500
 _AT_ONCE = 8  # concurrent orders, for example for several groups

@@ -23,7 +23,7 @@ from weightsync.transports.host.memory import available_bytes
 from weightsync_disaggregated.buckets import buckets_of
 from weightsync_disaggregated.clients.base import Bucket, UpdateClient
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _ABORT_SECONDS = 10.0
 _BUFFERS = 2
 

@@ -24,7 +24,7 @@ from weightsync.protocol.update_messages import Describe, Described, Digested, J
 from weightsync.tensors.shards import Shard, torch_dtype
 from weightsync.transports.broadcast.process_groups import ProcessGroup, init_custom_process_group
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _ALIGNMENT = 512
 
 

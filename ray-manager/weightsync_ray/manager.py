@@ -102,7 +102,7 @@ class TokenFiles:
             ray.kill(keeper)
 
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _LEAVE_SECONDS = 10.0
 _ALIVE_SECONDS = 2.0
 """Seconds in which a live actor answers, unless it is busy."""

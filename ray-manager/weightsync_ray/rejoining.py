@@ -83,7 +83,7 @@ def leave(_worker: Any, place: RankPlace) -> None:  # noqa: ANN401
             left.callback(agent.close)
 
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 _RETRIES = 900
 """How often Ray repeats one call to rejoin: about once a second while an actor is being restarted."""
 _CLOSE_SECONDS = 5.0

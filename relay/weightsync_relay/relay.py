@@ -45,7 +45,7 @@ _LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the interval is lo
 _SLACK = 60.0  # seconds for a read to notice its own deadline
 _TELLING_SECONDS = 5.0
 _REASON_CHARS = 4000
-_log = logging.getLogger("weightsync.trainer.relay")  # it takes the level of the logger weightsync, which commands set
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 
 
 def _form(stored: StoredVersion) -> tuple[str, list[str]]:

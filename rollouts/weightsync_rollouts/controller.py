@@ -24,7 +24,7 @@ from weightsync_rollouts.routing import Replicas, Urls
 from weightsync_rollouts.samples import Chunk, FinishReason, Sample, Sampling
 from weightsync_rollouts.staleness import Admission
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__.replace("_", ".", 1))  # below weightsync, whose level and handlers it has
 
 T = TypeVar("T")
 

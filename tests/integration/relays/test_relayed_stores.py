@@ -125,7 +125,7 @@ def test_a_later_epoch_perhaps_with_other_shards(tmp_path: Path, far: Far, ranks
 def test_a_store_that_fails_is_read_again(
     tmp_path: Path, far: Far, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG", relay_module.__name__)
+    caplog.set_level("DEBUG", relay_module._log.name)
     state = model().state_dict()
     trainer = trainer_of(tmp_path, state)
     monkeypatch.setattr(relay_module, "_LONGEST_PAUSE", 2 * INTERVAL)

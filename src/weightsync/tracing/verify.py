@@ -142,6 +142,9 @@ class _Trial:
     def __post_init__(self) -> None:
         specs = [self.traced.manifest[self.traced.manifest.index[name]] for name in self.names]
         self.weights = {spec.name: _random(spec.shape, torch_dtype(spec.dtype), self.generator) for spec in specs}
+        for shard in (shard for name in self.names for shard in self.by_name[name] if shard.tensor.dtype is torch.float32):
+            part = self.weights[shard.name][shard.box.slices]
+            part[(0,) * part.dim()] = 0.7  # few scales may all be powers of two by chance: then a step that is needed was not seen
 
     def stepped(self, other: _Other) -> bool:
         """Return whether ``other`` is a parameter or buffer of a layer whose step was compared as a whole."""

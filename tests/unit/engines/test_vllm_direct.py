@@ -368,3 +368,34 @@ def test_parameters_of_another_shape_or_dtype_are_filled_in_their_own_memory_whe
         found.now()
     model.weight = nn.Parameter(model.weight.t())
     assert all(torch.equal(ours, other) for ours, other in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+class OneScale(nn.Module):
+    """Layers whose processing rounds their only scale up to a power of two, as for DeepGEMM's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(16))
+        for layer in self.layers:
+            layer.scale = nn.Parameter(torch.zeros(1, 1), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+    def process(self, layers: Iterable[str], places: object = None) -> None:
+        for name in layers:
+            scale = self.get_parameter(f"{name}.scale").data
+            scale.copy_(torch.where(scale > 0, scale.log2().ceil().exp2(), scale))
+
+    def reload(self, weights: Iterable[tuple[str, torch.Tensor]], layers: Collection[str]) -> None:
+        self.load_weights(weights)
+        self.process(layers)
+
+
+def test_a_step_that_leaves_powers_of_two_is_found_in_layers_with_one_scale() -> None:
+    model = OneScale()
+    specs = Manifest(TensorSpec(f"layers.{index}.scale", (1, 1), "float32") for index in range(16))
+    direct = find_direct(model, specs, model.reload, CPU, process=model.process)
+    assert isinstance(direct, DirectShards) and direct.steps is not None
+    assert direct.steps.layers == {f"layers.{index}" for index in range(16)}

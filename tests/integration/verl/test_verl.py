@@ -32,6 +32,7 @@ from verl.workers.rollout import base as rollouts
 from weightsync import releases
 from weightsync.config import Address
 from weightsync.errors import ConfigurationError, MembershipError
+from weightsync.integrations import checks
 from weightsync.integrations.verl import backend, check, plugin
 from weightsync.protocol.tokens import find_token
 
@@ -140,10 +141,10 @@ def test_the_check_of_an_installation_finds_everything(monkeypatch: pytest.Monke
 
 def test_the_check_says_whether_vllms_workers_can_read_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check._workers().value == "not installed in this environment"
-    monkeypatch.setattr(check, "release_of", lambda _: "0.32.0")
-    monkeypatch.setattr(check, "check_interface", lambda package, purpose: None)
+    monkeypatch.setattr(checks, "release_of", lambda _: "0.32.0")
+    monkeypatch.setattr(checks, "check_interface", lambda package, purpose: None)
     assert (check._workers().status, check._workers().value[:7]) == ("ok", "0.32.0:")
-    monkeypatch.setattr(check, "release_of", lambda _: "0.24.0")
+    monkeypatch.setattr(checks, "release_of", lambda _: "0.24.0")
     assert "tested: vLLM 0.25" in check._workers().value
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert (check._workers().status, "VLLM_PLUGINS=another" in check._workers().value) == ("limited", True)

@@ -43,7 +43,7 @@ from weightsync.coordinator.publications import REMEDY, Publications
 from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, bounded
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode, TrainerRank
-from weightsync.coordinator.replicas import Replica, replica_status, reported_version, validate
+from weightsync.coordinator.replicas import Replica, replica_gauges, replica_status, reported_version, validate
 from weightsync.coordinator.report import left_out
 from weightsync.coordinator.round import quarantine, run_round
 from weightsync.coordinator.round_context import RoundContext, serving_weights
@@ -547,8 +547,21 @@ class Coordinator:
 
     def gauges(self) -> Gauges:
         """Values for metrics."""
-        slowest = self.past.traces[-1].slowest_by_phase if self.past.traces else {}
-        return Gauges(self.status(), self._publications.behind(None), self._queued, len(self._late()), slowest)
+        return Gauges(
+            run=self.settings.run,
+            last=self._publications.last,
+            busy=self._lock.locked(),
+            queued=self._queued,
+            trainer=tuple(self._members.trainers),
+            epoch=self._publications.epoch,
+            missed=len(self.past.results[-1].missed) if self.past.results else 0,
+            late=len(self._late()),
+            replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
+            slowest=self.past.traces[-1].slowest_by_phase if self.past.traces else {},
+            stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
+            relay_failing=any(link.failing for link in self._members.trainers.values()),
+            adapters=self.loras.status(),
+        )
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""

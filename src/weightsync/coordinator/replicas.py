@@ -17,7 +17,7 @@ from typing import Any, Literal
 from weightsync.coordinator.publications import Publications
 from weightsync.coordinator.rank_handle import RankHandle
 from weightsync.coordinator.ranks import EngineRank
-from weightsync.coordinator.status import RankStatus, ReplicaStatus
+from weightsync.coordinator.status import RankStatus, ReplicaGauges, ReplicaStatus
 from weightsync.errors import MembershipError, PeerLost, WeightSyncError, few
 from weightsync.model import SERVICE, Manifest, Version
 
@@ -326,6 +326,12 @@ class Replica:
         """Raise :class:`~weightsync.errors.PeerLost` unless ``links`` are the ranks that are connected now."""
         if self.members() != links:
             raise PeerLost(f"a rank of replica {self.name} disconnected" + (f" ({self.error})" if self.error else ""))
+
+
+def replica_gauges(replica: Replica, publications: Publications) -> ReplicaGauges:
+    """Metrics of a replica."""
+    number = None if replica.version is None else replica.version.number
+    return ReplicaGauges(replica.name, replica.shown_state, number, publications.behind(replica.version), replica.since)
 
 
 def replica_status(replica: Replica, publications: Publications) -> ReplicaStatus:

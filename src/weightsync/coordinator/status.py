@@ -132,20 +132,37 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Versions of LoRA adapters that are served, in the order of names and then of numbers."""
 
 
-class Gauges(msgspec.Struct, frozen=True):
-    """What the metrics show of a coordinator at one moment."""
+class ReplicaGauges(msgspec.Struct, frozen=True):
+    """Metrics of a replica, see :class:`ReplicaStatus`."""
 
-    status: Status
-    publications: int = 0
-    """Number of known publications: a replica that serves no version is behind all of them."""
+    name: str
+    state: str
+    version: int | None
+    staleness: int
+    """Number of publications that are newer than the served version; of all that are known, if no version is served."""
+    since: float
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """Metrics of a coordinator: the part of :class:`Status` that is cheap to compute."""
+
+    run: str
+    last: int
+    busy: bool
+    trainer: tuple[str, ...]
+    epoch: int
+    missed: int
+    """Number of replicas that did not get the version of the last round."""
+    replicas: tuple[ReplicaGauges, ...]
     queued: int = 0
     """Number of rounds that wait for the running one."""
     late: int = 0
     """Number of connected replicas that could be seeded and do not serve the version that the trainer holds."""
     slowest: dict[str, SlowestSpan] = {}
     """Slowest rank of the last round by phase."""
-
-    @property
-    def relay_failing(self) -> bool:
-        """Whether a relay has no newer version because it cannot read or publish it."""
-        return any(rank.failing is not None for rank in self.status.trainer)
+    stored: int = -1
+    """Number of the newest version in the store; -1 if none is known."""
+    relay_failing: bool = False
+    """Whether a relay has no newer version because it cannot read or publish it."""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """As in :class:`Status`: by name, the newest version of each last."""

@@ -200,26 +200,23 @@ class CoordinatorMetrics:
 
     def text(self, state: Gauges, routers: Mapping[str, bool] = {}) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        registry, status, replicas = self._registry, state.status, state.status.replicas
-        adapters = list({adapter.name: adapter for adapter in status.adapters}.values())  # the newest is the last of its name
-        missed = status.rounds[-1].missed if status.rounds else ()
-        stored = -1 if status.stored is None else status.stored.number
+        registry, replicas = self._registry, state.replicas
+        adapters = list({adapter.name: adapter for adapter in state.adapters}.values())  # the newest is the last of its name
         for name, value in (
-            ("published_version", status.last), ("published_epoch", status.epoch), ("trainer_ranks", len(status.trainer)),
-            ("replicas_late", state.late), ("replicas_not_updated", len(missed)), ("round_running", status.busy),
-            ("rounds_queued", state.queued), ("stored_version", stored), ("adapters", len(adapters)),
+            ("published_version", state.last), ("published_epoch", state.epoch), ("trainer_ranks", len(state.trainer)),
+            ("replicas_late", state.late), ("replicas_not_updated", state.missed), ("round_running", state.busy),
+            ("rounds_queued", state.queued), ("stored_version", state.stored), ("adapters", len(adapters)),
             ("relay_failing", state.relay_failing),
         ):  # fmt: skip
             registry.set(name, float(value))
         registry.replace("router_settled", [({"router": name}, float(settled)) for name, settled in routers.items()])
-        registry.replace("run_info", [({"run": status.run}, 1.0)])
+        registry.replace("run_info", [({"run": state.run}, 1.0)])
         counts = Counts(replica.state for replica in replicas)
         registry.replace("replicas", [(_state(name), float(counts[name])) for name in _STATES])
         registry.replace("replica_state", [({"replica": r.name, **_state(r.state)}, 1.0) for r in replicas])
         registry.replace("replica_state_since_timestamp_seconds", [({"replica": r.name}, r.since) for r in replicas])
         registry.replace("replica_version", [({"replica": r.name}, r.version) for r in replicas if r.version is not None])
-        behind = [(r.name, state.publications if r.staleness is None else r.staleness) for r in replicas if r.state != "left"]
-        registry.replace("replica_staleness", [({"replica": name}, count) for name, count in behind])
+        registry.replace("replica_staleness", [({"replica": r.name}, r.staleness) for r in replicas if r.state != "left"])
         shown = [({"adapter": adapter.name}, adapter) for adapter in adapters[:_MOST_ADAPTERS]]
         registry.replace("adapter_version", [(labels, adapter.version) for labels, adapter in shown])
         registry.replace("adapter_replicas", [(labels, len(adapter.replicas)) for labels, adapter in shown])

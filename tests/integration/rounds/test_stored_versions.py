@@ -212,8 +212,8 @@ def test_a_replica_joins_from_the_store_when_the_trainer_is_gone(where: Path, de
             [replica] = seeded(server)
             assert replica.source == "store" and replica.transports == ("store",)
             assert replica.verified == "installed"
-            status = server.coordinator.status()
-            assert status.stored is not None and status.stored.number == 3
+            status, gauges = server.coordinator.status(), server.coordinator.gauges()
+            assert status.stored is not None and status.stored.number == gauges.stored == 3
 
 
 def test_a_coordinator_that_starts_knows_what_is_stored(where: Path, tmp_path: Path) -> None:

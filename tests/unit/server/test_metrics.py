@@ -13,26 +13,18 @@ from tests.virtual_time import virtual
 
 from weightsync.coordinator.events import Audited, RoundEnded
 from weightsync.coordinator.round_trace import RoundTracer
-from weightsync.coordinator.status import AdapterStatus, Gauges, RankStatus, ReplicaStatus, Status
+from weightsync.coordinator.status import AdapterStatus, Gauges, ReplicaGauges
 from weightsync.model import SlowestSpan, Version
 from weightsync.protocol.messages import ReplicaResult, RoundResult
 from weightsync.server.metrics import COORDINATOR_METRICS, CoordinatorMetrics
 from weightsync.spans import Span
 
 VERSION = Version(run="run", number=1, manifest="", digest="")
+STATE = Gauges("run", 4, False, (), 1, 0, ())
 
 
-def status(*replicas: ReplicaStatus, busy: bool = False, ranks: int = 0, adapters: tuple[AdapterStatus, ...] = ()) -> Status:
-    trainer = tuple(RankStatus(f"trainer/{rank}", rank, "node", 7) for rank in range(ranks))
-    return Status("run", 4, None, busy, ranks, trainer, replicas, (), adapters=adapters)
-
-
-STATE = Gauges(status())
-
-
-def replica(name: str, state: str, version: int | None) -> ReplicaStatus:
-    served = None if version is None else 1
-    return ReplicaStatus(name, state, version is not None, version, None, served, 0.0, 1, (), (), "", None, {})
+def replica(name: str, state: str, version: int | None, staleness: int = 1) -> ReplicaGauges:
+    return ReplicaGauges(name, state, version, staleness, 0.0)
 
 
 def updated(name: str = "a", error: str | None = None, **changes: Any) -> ReplicaResult:
@@ -83,10 +75,10 @@ def test_exactly_the_declared_metrics_are_exposed() -> None:
 def test_the_state_at_a_scrape_is_exposed_and_nothing_of_earlier_ones() -> None:
     metrics = CoordinatorMetrics()
     slow = {"flush": SlowestSpan("b/1", "flush", 2.5)}
-    before = Gauges(status(replica("gone", "loaded", 3), busy=True, ranks=1), 1, 1, slowest=slow)
+    before = Gauges("run", 4, True, ("trainer/0",), 1, 1, (replica("gone", "loaded", 3),), slowest=slow)
     assert value(samples(metrics, before), "slowest_rank_seconds", phase="flush", rank="b/1") == 2.5
     odd = 'odd "name\\\n'
-    found = samples(metrics, Gauges(status(replica(odd, "loaded", 3), replica("b", "dirty", None), busy=True), 5, 2, 1))
+    found = samples(metrics, Gauges("run", 4, True, (), 1, 0, (replica(odd, "loaded", 3), replica("b", "dirty", None, 5)), 2, 1))
     assert value(found, "replica_version", replica=odd) == 3
     assert value(found, "replica_version", replica="b") is None
     assert value(found, "replica_staleness", replica="b") == 5, "also of a replica without a version"
@@ -106,14 +98,14 @@ def test_the_version_of_an_adapter_is_a_value_and_only_what_is_served_is_shown()
 
     metrics = CoordinatorMetrics()
     adapters = (served("alice/math", 2, "a", "b"), served("alice/math", 10, "a"), served("bob/code", 0, "b"))
-    found = samples(metrics, Gauges(status(adapters=adapters)))
+    found = samples(metrics, Gauges("run", 4, False, (), 1, 0, (), adapters=adapters))
     assert value(found, "adapters") == 2
     assert value(found, "adapter_version", adapter="alice/math") == 10
     assert value(found, "adapter_replicas", adapter="alice/math") == 1, "of the newest version"
     assert value(found, "adapter_version", adapter="bob/code") == 0
 
     many = tuple(served(f"many/{number:04}", 7, "a") for number in range(1500))
-    found = samples(metrics, Gauges(status(adapters=many)))
+    found = samples(metrics, Gauges("run", 4, False, (), 1, 0, (), adapters=many))
     shown = {str(dict(labels)["adapter"]) for name, labels in found if name == "adapter_version"}
     assert shown == {f"many/{number:04}" for number in range(1000)}, "labels have an end, and retired names are gone"
     assert value(found, "adapters") == 1500
@@ -193,6 +185,6 @@ def test_looks_at_what_replicas_serve_are_counted() -> None:
     metrics = CoordinatorMetrics()
     for event in (Audited("r0", 0.2), Audited("r1", 0.3), Audited("r0", 0.1, "VerificationError: r0/0: parameters were changed")):
         metrics.count_audit(event)
-    shown = metrics.text(STATE).decode()
+    shown = metrics.text(Gauges("run", 4, False, (), 1, 0, ())).decode()
     assert "weightsync_audit_failures_total 1.0" in shown
     assert "weightsync_audit_seconds_count 3.0" in shown

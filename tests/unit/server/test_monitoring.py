@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tools import reference
 
-from weightsync.coordinator.status import Gauges, Status
+from weightsync.coordinator.status import Gauges
 from weightsync.server.metrics import COORDINATOR_METRICS, CoordinatorMetrics
 
 CONTRIB = Path(__file__).resolve().parents[3] / "contrib"
@@ -84,4 +84,4 @@ def test_prometheus_accepts_what_the_dashboard_asks(tmp_path: Path) -> None:
 
 
 def test_prometheus_accepts_what_a_coordinator_exposes() -> None:
-    promtool("check", "metrics", text=CoordinatorMetrics().text(Gauges(Status("run", 4, None, False, 0, (), (), ()))).decode())
+    promtool("check", "metrics", text=CoordinatorMetrics().text(Gauges("run", 4, False, (), 1, 0, ())).decode())

@@ -548,20 +548,15 @@ class Coordinator:
     def gauges(self) -> Gauges:
         """Values for metrics."""
         return Gauges(
-            run=self.settings.run,
-            last=self._publications.last,
-            busy=self._lock.locked(),
-            queued=self._queued,
-            trainer=tuple(self._members.trainers),
-            epoch=self._publications.epoch,
+            run=self.settings.run, last=self._publications.last, busy=self._lock.locked(), queued=self._queued,
+            trainer=tuple(self._members.trainers), epoch=self._publications.epoch, late=len(self._late()),
             missed=len(self.past.results[-1].missed) if self.past.results else 0,
-            late=len(self._late()),
             replicas=tuple(replica_gauges(replica, self._publications) for _, replica in sorted(self._members.replicas.items())),
             slowest=self.past.traces[-1].slowest_by_phase if self.past.traces else {},
             stored=-1 if self.stored.newest is None else self.stored.newest.version.number,
             relay_failing=any(link.failing for link in self._members.trainers.values()),
             adapters=self.loras.status(),
-        )
+        )  # fmt: skip
 
     def _prepare_ahead(self, replica: Replica) -> None:
         """Prepare a replica for its next round now, unless a round runs or the replica will be seeded, which prepares it too."""

@@ -7,7 +7,7 @@ from weightsync.model import Manifest, TensorSpec
 
 
 def buckets_of(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
-    """All tensors in buckets of one dtype and at most ``bucket_bytes``; a tensor that is larger has a bucket of its own.
+    """All tensors in buckets of one dtype and at most ``bucket_bytes``; a larger tensor has a separate bucket.
 
     One bucket is open for each dtype, so a checkpoint that alternates between weights and scales does not fall into small ones. In
     the order in which they are filled, which depends on nothing but the arguments.

@@ -35,7 +35,7 @@ class Ranks(Protocol):
 
 
 class LocalRanks:
-    """Ranks that live in this process, each order on a thread of its own."""
+    """Ranks that live in this process, each order on a separate thread."""
 
     def __init__(self, *ranks: DisaggregatedRank) -> None:
         self._ranks = ranks

@@ -219,6 +219,7 @@ class Relay(Closeable):
         At first, one that is damaged gives way to an older one, and is the error.
         """
         failure, held, newest, damaged = None, self._stored, None, None
+        spoiled = set[str]()  # paths of objects that cannot be used
         before, self._tried = self._tried, None
         listed = orders(self._store, self._run)
         for order in reversed(listed):
@@ -230,13 +231,15 @@ class Relay(Closeable):
                 # The key is wrong only if every manifest says so.
                 failure = failure if failure and isinstance(error, AuthenticationError) else error
                 continue
-            if damaged is not None and any(path in str(failure) for path in newest.objects):
+            if not spoiled.isdisjoint(newest.objects):
                 newest = None  # it needs the same object, which may be large
                 continue
             try:
                 self._hold(newest, before)
             except (ProtocolError, StaleSource, VerificationError) as error:
-                failure, damaged = (failure, damaged) if damaged else (error, newest.version)
+                if damaged is None:
+                    failure, damaged = error, newest.version
+                spoiled.update(path for path in newest.objects if path in str(error))
                 newest = None
         # A damaged one may have replaced the last version in memory. It is read again for a coordinator that has not got it.
         joined = None if self._trainer is None else self._trainer.welcomes
@@ -249,7 +252,7 @@ class Relay(Closeable):
             raise VersionError(f"the store went back: its newest version is older than {held.version}, which was published")
 
     def _hold(self, stored: StoredVersion, before: Version | None) -> None:
-        """Have this version in memory, which is said once: ``before`` is what the last turn tried."""
+        """Bring this version into memory. The log has that once: ``before`` is what the last turn tried."""
         state = self._state
         if state is None or state.form != _form(stored):
             state = _StoredState(self._store, stored)

@@ -17,7 +17,7 @@ def moved(old: str, new: str, *modules: str, note: str = "") -> None:
         old: The old name.
         new: The module that has its contents, or the package. A package's names and ``modules`` are then those of ``old``.
         modules: Modules of the package.
-        note: Also said in messages.
+        note: Follows in messages.
 
     Raises:
         ModuleNotFoundError: The distribution is not installed. The message says how to install it.

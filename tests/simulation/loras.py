@@ -173,9 +173,9 @@ class Loras:
             replica = control._members.replicas.get(engine.name)
             if engine.loras is None or not engine.alive or replica is None or not replica.complete:
                 continue
-            said = held_by(replica).keys()
+            known = held_by(replica).keys()
             visible, reported = self.visible(engine), engine.role.loras._served.keys()
-            if not visible == said == reported:
-                world.violated("left", f"{engine} serves {sorted(visible)}, reports {sorted(reported)}; known {sorted(said)}")
+            if not visible == known == reported:
+                world.violated("left", f"{engine} serves {sorted(visible)}, reports {sorted(reported)}; known {sorted(known)}")
             if len(engine.loras._held.keys() - visible) > 1:
                 world.violated("left", f"{engine} holds {sorted(engine.loras._held)} and serves {sorted(visible)}")

@@ -1,7 +1,7 @@
 """Updating a running engine from outside, over its own HTTP routes and a process group: one interface for all engines.
 
 A client is one engine at one URL. What it says to the engine is built by pure functions, a file for each engine; this file sends
-it: the request from a thread, the bytes through the group meanwhile, and no wait without a deadline.
+it: the request from a thread, the bytes at the same time through the group, and no wait without a deadline.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def bucket_body(specs: Sequence[TensorSpec], group: str, *, flattened: bool = Tr
     """What LMDeploy's and SGLang's ``update_weights_from_distributed`` have in common.
 
     A flattened bucket is one broadcast and has one dtype: only then do both engines mean the same bytes by it. Otherwise each
-    tensor is a broadcast of its own. Raises :class:`~weightsync.errors.ConfigurationError` for several dtypes in a flattened one.
+    tensor is broadcast separately. Raises :class:`~weightsync.errors.ConfigurationError` for several dtypes in a flattened one.
     """
     dtypes = {spec.dtype for spec in specs}
     if flattened and len(dtypes) > 1:

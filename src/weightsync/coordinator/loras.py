@@ -19,11 +19,12 @@ from msgspec import structs
 
 from weightsync.config import RoundSettings
 from weightsync.coordinator.adapter_names import AdapterName, AdapterNames
+from weightsync.coordinator.counts import PublishCounts
 from weightsync.coordinator.keyed_digests import KeyedDigester
 from weightsync.coordinator.lora_round import LoraRound, ReplicaTurn, takes
 from weightsync.coordinator.membership import Membership
 from weightsync.coordinator.planner import Planner
-from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier, PublishCounts
+from weightsync.coordinator.publish_barrier import AgreedPublication, PublishBarrier
 from weightsync.coordinator.rank_handle import RankHandle, RoundDeadline, drop
 from weightsync.coordinator.ranks import AdapterRank, EngineRank, RankNode
 from weightsync.coordinator.replicas import Replica

@@ -69,7 +69,7 @@ class _Metered:
 class Snapshot:
     """What ``make`` returns. If that took long, the same is given again for ten times as long, while ``of()`` is the same object.
 
-    So all that ask take a tenth of the loop's time at most. With fewer than a thousand agents each gets an answer of its own.
+    So all that ask take a tenth of the loop's time at most. With fewer than a thousand agents each gets a new answer.
     """
 
     def __init__(self, make: Callable[[], bytes], of: Callable[[], object] = lambda: None) -> None:

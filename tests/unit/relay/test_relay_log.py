@@ -131,8 +131,8 @@ def test_a_relay_starts_with_the_newest_version_that_is_whole(
         following.between = [lambda: None]
         following.follow()
         assert following._published is not None and following._published[0].number == first - 1
-    (said,) = lines(caplog, "ERROR", "no newer version comes: VerificationError")
-    assert f"(version {RUN}@4)" in said
+    (line,) = lines(caplog, "ERROR", "no newer version comes: VerificationError")
+    assert f"(version {RUN}@4)" in line
 
 
 def test_a_damaged_object_is_read_once_in_an_attempt_however_many_versions_need_it(

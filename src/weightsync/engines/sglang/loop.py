@@ -33,7 +33,7 @@ Requests: TypeAlias = Any
 
 @dataclass(frozen=True)
 class WakeUp:
-    """Request that every rank takes released memory again, in the same pass, because SGLang waits at a barrier meanwhile.
+    """Request that every rank takes released memory again, in the same pass, because SGLang waits at a barrier for all of them.
 
     SGLang's own request of this kind would send a response that no client expects.
     """

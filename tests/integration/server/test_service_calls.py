@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 
@@ -46,12 +47,12 @@ def test_errors_cross_with_their_kind(settings: ClientSettings) -> None:
 def test_a_quarantine_gets_through_while_a_move_runs(settings: ClientSettings) -> None:
     """The other rank of the replica fails while this one is in the middle, so nothing here depends on how fast anybody is."""
     moving, aborted = threading.Event(), threading.Event()
-    ended_by_it: list[bool] = []
+    ended_by_it = queue.SimpleQueue[bool]()  # which the move's thread tells after the quarantine was handled
 
     def engine(body: Body, timeout: float) -> Body:
         if isinstance(body, Move):
             moving.set()
-            ended_by_it.append(aborted.wait(timeout))
+            ended_by_it.put(aborted.wait(timeout))
             raise Aborted("the quarantine ended it")
         if isinstance(body, Quarantine):
             aborted.set()
@@ -67,7 +68,7 @@ def test_a_quarantine_gets_through_while_a_move_runs(settings: ClientSettings) -
     with joined(settings, first, engine) as agent, joined(settings, second, other), joined(settings, trainer_hello()) as trainer:
         result = trainer.link.call(Publish(1), 30)
         assert agent.wait_for(Quarantine)
-        assert ended_by_it == [True]
+        assert ended_by_it.get(timeout=30) and ended_by_it.empty()
         assert isinstance(result, Published)
         assert not result.result.ok
         assert "this rank cannot" in str(result.result.replicas[0].error)

@@ -20,6 +20,8 @@ TILE_COLUMNS = 15
 
 _MASK = 4095  # of a word's position in a digest block
 _AHEAD = 12  # words between one that is worked on and one that is fetched
+_FETCHED = CHANGE_BLOCK // 8
+"""Most changed bytes of a block whose words are fetched one by one: of more, most cache lines change, which come by themselves."""
 
 
 @raw.inlined
@@ -174,6 +176,19 @@ def unite_changes(sections: int, last: int, steps: int, number: int, counts: int
     return used
 
 
+@raw.inlined
+def _fetch(places, count, here, word):
+    # Fetch the changed words of a block while those of the one before are worked on.
+    for index in range(count):
+        raw.prefetch(here + np.int64(raw.load16(places, index)) * word)
+
+
+@raw.inlined
+def _replace(here, places, values, count, word):
+    for index in range(count):
+        raw.store_word(here, np.int64(raw.load16(places, index)), raw.load_word(values, index, word), word)
+
+
 @raw.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def apply_changes(
     tiles: int,
@@ -218,6 +233,7 @@ def apply_changes(
         target, target_stride, apart = raw.int64(row, 2), raw.int64(row, 3), stride if rows > 1 else np.int64(1) << 62
         lead, lead_step, blocks = raw.int64(row, 7), raw.int64(row, 8), raw.int64(row, 11)
         first_byte, byte_step = raw.int64(row, 9), raw.int64(row, 10)
+        straight = rows == 1 or (stride == size and target_stride == size)  # as most are: in one piece at both ends
         for turn in range(1 if step == then else 2):
             doing = step if turn == 0 else then
             total = np.uint64(0)
@@ -235,6 +251,33 @@ def apply_changes(
                 base = run * apart
                 last_key, factor = np.int64(-1), np.uint64(0)
                 words = room // word if whole else count
+                if turn == 0 and straight and (block + 1) * CHANGE_BLOCK < begin + rows * size:
+                    near = np.int64(raw.load16(counts, section + block + 1))
+                    as_it_is, _, _ = list_of(near, word, min(np.int64(CHANGE_BLOCK), nbytes - (block + 1) * CHANGE_BLOCK))
+                    if near * word < _FETCHED and not as_it_is:
+                        _fetch(payload + 4 * raw.int64(at, section + block + 1), near, target + offset + CHANGE_BLOCK, word)
+                if doing != 0 and straight and not whole and offset >= 0 and offset + room <= rows * size:
+                    here = target + offset
+                    if doing != 3:
+                        _replace(here, places, values if doing == 1 else saved, words, word)
+                        continue
+                    same, ends, part = np.int64(0), np.int64(-1), np.uint64(0)  # until a byte ``ends`` the factor is the same
+                    for index in range(words):
+                        place = np.int64(raw.load16(places, index))
+                        byte = offset + place * word
+                        if byte >= ends:
+                            total += factor * part
+                            while byte - base >= apart:
+                                base += apart
+                                run += 1
+                            same, part = first_byte + run * byte_step - base, np.uint64(0)
+                            ends = min(base + apart, (((byte + same) >> 14) + 1 << 14) - same)
+                            factor = raw.factor((lead + run * lead_step) * blocks + ((byte + same) >> 14), columns)
+                        difference = raw.load_word(here, place, word) - raw.load_word(saved, index, word)
+                        column = np.uint64(raw.load32(columns, (byte + same >> 2) & _MASK))
+                        part += column * (difference << np.uint64(8 * (byte + same & 3)))
+                    total += factor * part
+                    continue
                 for index in range(words):
                     place = index if whole else np.int64(raw.load16(places, index))
                     if doing == 0:
@@ -251,7 +294,7 @@ def apply_changes(
                     if byte >= size or run >= rows:
                         continue
                     to = target + run * target_stride + byte
-                    if not whole and index + _AHEAD < words:  # where that word is, if the target is contiguous, too
+                    if not straight and not whole and index + _AHEAD < words:  # if the target is contiguous, too
                         raw.prefetch(to + (np.int64(raw.load16(places, index + _AHEAD)) - place) * word)
                     if doing == 1:
                         raw.store_word(to, 0, raw.load_word(values, index, word), word)

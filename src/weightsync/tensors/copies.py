@@ -19,7 +19,7 @@ from weightsync.tensors.digest import columns_address, digest_rows
 from weightsync.tensors.kernels import copy_table
 
 _NEVER = np.zeros(1, np.int8)
-_CORES_EACH, _MOST_THREADS = 4, 4  # a host has an engine and a trainer rank for each GPU, and they compute too
+_CORES_EACH, _MOST_THREADS = 2, 8  # a host has an engine and a trainer rank for each GPU, and they compute too
 _LEAST_BYTES = 2 << 20  # for which a thread is worth waking
 T = TypeVar("T")
 

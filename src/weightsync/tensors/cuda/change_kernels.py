@@ -397,7 +397,8 @@ def apply_kernel(
         )
         start += LANES
     if most > 4 * LANES:
-        for which in tl.static_range(GROUP):
+        which = 0
+        while which < GROUP:  # a loop at run time, because unrolled it takes three times as long to compile
             chosen = row == which
             left = tl.sum(tl.where(chosen, count, 0), axis=0)
             start = 4 * LANES
@@ -408,6 +409,7 @@ def apply_kernel(
                     _all(chosen, values), _all(chosen, saved), tile, tiles, weights, seed, second, bad, STEP, WORD,
                 )  # fmt: skip
                 start += GROUP * LANES
+            which += 1
     if STEP == 0 or STEP == 3:
         sum_all = tl.sum(tl.sum(total, axis=1), axis=0)
         tl.atomic_add(out + tl.load(tile + 6 * tiles), sum_all.to(tl.int64), sem="relaxed")

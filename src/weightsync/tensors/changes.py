@@ -63,7 +63,7 @@ class Sections:
         columns = (self.region, self.offset, self.nbytes, self.word)
         if len({len(column) for column in columns}) > 1 or any(np.any(column < 0) for column in columns):
             raise ProtocolError("the source described its shards in columns that do not fit")
-        if np.any((self.offset >= _MOST_BYTES) | (self.nbytes >= _MOST_BYTES) | (self.region >= _MOST_REGIONS)):
+        if np.any((self.nbytes < 1) | (self.offset >= _MOST_BYTES) | (self.nbytes >= _MOST_BYTES) | (self.region >= _MOST_REGIONS)):
             raise ProtocolError("the source described shards of an impossible size")
         if np.any((self.word < 1) | (self.word > 4) | (self.word == 3)) or np.any(np.diff(self._keys) <= 0):
             raise ProtocolError("the source described shards that are not in order, or of words that do not exist")
@@ -331,6 +331,7 @@ class HostChanges(Changes):
     def __init__(self, planned: PlannedChanges) -> None:
         self.counts = np.zeros(planned.sections.blocks, np.uint16)
         super().__init__(planned, self.counts.ctypes.data)
+        self._checked = False  # whether step 0 has accepted the lists: the others write where these say
 
     def _edges(self, deadline: Deadline) -> tuple[Int64, Int64, int]:
         sections, counts = self._planned.sections, self.counts.astype(np.int64)
@@ -353,6 +354,8 @@ class HostChanges(Changes):
 
     def _run(self, steps: tuple[int, ...], digests: UInt64, stop: Int8, deadline: Deadline) -> None:
         tiles = self._planned.tiles
+        if steps != (0,) and not self._checked:
+            raise ProtocolError("changes were to be applied that had not been checked, or were refused")
 
         def run(first: int, last: int, out: UInt64) -> int:
             return apply_changes(
@@ -365,6 +368,7 @@ class HostChanges(Changes):
             raise ProtocolError(f"the changes of block {-1 - min(finished)} of the source are not in order, or outside of it")
         if sum(finished) < len(tiles):
             raise Aborted("the changes of this version were not all applied: the update was aborted")
+        self._checked = True
 
 
 def runs_table(

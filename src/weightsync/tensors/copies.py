@@ -91,7 +91,7 @@ def copy_and_digest(tiles: CopyTable, source_addresses: Sequence[int], out: UInt
 
     As digests are additive and tiles fill each row exactly once, ``out`` then equals the result of
     :func:`~weightsync.tensors.digest.digest_rows` for the same rows. The digest follows the copy by a few cache lines, so that both
-    together take no longer than a plain copy (docs/benchmarks/cpu-copies.md). Where there are eight cores or more, two to four
+    together take no longer than a plain copy (docs/benchmarks/cpu-copies.md). Where there are four cores or more, two to eight
     threads share the work: one core does not reach the memory's speed.
 
     Args:

@@ -40,8 +40,8 @@ class _AdapterPublisher(Trainer):
 
     _source = ""
     _stores = False
-    _alike: tuple[Manifest, Alike] | None = None
-    """Which shards :func:`check_finite` looks at together, for the manifest of the last publication."""
+    _alike: tuple[Sequence[Shard], Alike] | None = None
+    """Shards that were published last, and which of them :func:`check_finite` looks at together."""
 
     @classmethod
     def of(cls, source: str) -> type[_AdapterPublisher]:
@@ -68,8 +68,8 @@ class _AdapterPublisher(Trainer):
 
     def _check_finite(self, role: TrainerRole, wanted: Publish, deadline: Deadline) -> None:
         try:
-            if self._alike is None or self._alike[0] is not role.manifest:
-                self._alike = role.manifest, alike(role.masters, role.manifest)
+            if self._alike is None or self._alike[0] is not role.masters:
+                self._alike = role.masters, alike(role.masters, role.manifest)
             check_finite(role.masters, "the adapter", self._alike[1])
         except WeightSyncError as error:
             self._tell_others(wanted, error, deadline)
@@ -354,5 +354,6 @@ def check_finite(shards: Sequence[Shard], what: str, alike: Alike) -> None:
     finite = [torch.stack([shards[number].tensor for number in same]).to(dtype).isfinite().all() for same, dtype in alike]
     for (same, dtype), whole in zip(alike, finite, strict=True):
         if not whole:
-            wrong = next(shards[number] for number in same if not shards[number].tensor.to(dtype).isfinite().all())
+            held = [shards[number] for number in same]  # one of which may be changing
+            wrong = next((shard for shard in held if not shard.tensor.to(dtype).isfinite().all()), held[0])
             raise ConfigurationError(f"{what} is not published: {wrong.name} holds NaN or infinity as {dtype_name(dtype)}")

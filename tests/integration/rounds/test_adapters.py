@@ -356,6 +356,20 @@ def test_nan_unknown_modules_other_extents_and_large_ranks_are_refused_before_an
     assert not moved and not fleet.modules[0].loras()
 
 
+def test_matrices_that_were_replaced_are_looked_at_as_they_are_now(made: Made) -> None:
+    fleet, tensors = made(), {name: tensor.bfloat16() for name, tensor in lora().items()}
+    with Adapters(tensors, fleet.trainer, alpha=8, dtype=torch.bfloat16) as adapters:
+        adapters.publish("bob/math", 0)
+        before = adapters._publisher._alike
+        adapters.publish("bob/math", 1)
+        assert adapters._publisher._alike is before
+        moved = tensors["2.lora_B.weight"]
+        moved.data = torch.full_like(moved, float("nan"), dtype=torch.float16)
+        with pytest.raises(ConfigurationError, match=r"2\.lora_B\.weight holds NaN"):
+            adapters.publish("bob/math", 2)
+        assert adapters._publisher._alike is not before
+
+
 def test_matrices_without_their_counterpart_are_no_adapter(made: Made) -> None:
     fleet = made()
     for broken in (

@@ -235,16 +235,16 @@ def test_changes_lead_to_the_new_version_and_back(seed: int, share: float, ranks
     check_there_and_back("host", seed, share, ranks, dim, swapped=swapped)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.2])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.05])
 @pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (3, 0), (2, 1)])
 def test_matrices_of_many_blocks_too(share: float, ranks: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {
-        "long": (5, 20_001),
-        "padded": (300, 96),
-        "rows": (701, 100),
-        "third": (1, 50_000),
-    }  # blocks lie in one piece
-    specs = tuple(TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items())
+    specs = (  # of which blocks lie in one piece
+        TensorSpec("long", (5, 40_001), "uint8"),
+        TensorSpec("padded", (300, 96), "bfloat16"),
+        TensorSpec("rows", (701, 100), "float32"),
+        TensorSpec("some", (1200, 100), "bfloat16"),
+        TensorSpec("third", (1, 50_000), "bfloat16"),
+    )
     for name, value in (("SPECS", specs), ("MANIFEST", Manifest(specs))):
         monkeypatch.setattr(sys.modules[__name__], name, value)
     monkeypatch.setattr(Region, "host_cut", None)
@@ -401,6 +401,24 @@ def test_places_that_are_not_in_order_are_refused(kind: str, spoil: object) -> N
         target.changes.predict(np.zeros(len(target.layout), np.uint64), NEVER, soon())
 
 
+def test_lists_that_were_refused_or_not_looked_at_are_not_applied() -> None:
+    region = Region(0)
+    old = region.before.clone()
+    region.change(1, 0.01)
+    used = region.find()
+    assert used is not None
+    outside(region.payload.view(np.uint16)[: int(region.counts[0])])
+    target = region.target(0, 1, 0, swapped=False, base=old, total=used)
+    digests, before = np.zeros(len(target.layout), np.uint64), target.bytes()
+    for _ in range(2):
+        for write in (target.changes.apply, target.changes.revert):
+            with pytest.raises(ProtocolError, match="not been checked, or were refused"):
+                write(digests, NEVER, soon())
+        with pytest.raises(ProtocolError, match="not in order"):
+            target.changes.predict(digests, NEVER, soon())
+    assert target.bytes() == before
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spoil", ["total", "count"])
 def test_counts_that_are_none_are_refused(kind: str, spoil: str) -> None:
@@ -419,7 +437,7 @@ def test_counts_that_are_none_are_refused(kind: str, spoil: str) -> None:
     "columns",
     [
         [[0], [0], [64], [3]], [[0, 0], [64, 0], [64, 64], [2, 2]], [[0, 0], [0, 0], [64, 64], [2, 2]], [[0], [-1], [64], [2]],
-        [[0], [0], [1 << 50], [2]], [[1 << 30], [0], [64], [2]], [[0], [0], [-5], [2]],
+        [[0], [0], [1 << 50], [2]], [[1 << 30], [0], [64], [2]], [[0], [0], [-5], [2]], [[0], [0], [0], [2]],
     ],
 )  # fmt: skip
 def test_sections_that_are_none_are_refused(columns: list[list[int]]) -> None:

@@ -212,7 +212,7 @@ def apply_changes(
         last: End of the tiles.
         counts: Address of a ``uint16`` for each block of the source: how many of its words changed.
         at: Address of an ``int64`` for each block: the 4-byte unit of ``payload`` where its list lies.
-        payload: Address of the lists. Not trusted in step 0, which checks them; the others need a step 0 that finished over all tiles.
+        payload: Address of the lists. Step 0 checks them; the others trust what a step 0 over all tiles has accepted.
         kept: Address of as many units: the words that are replaced, each in the place of its successor's value.
         step: 0 keeps what is in the target, and adds to ``out[row]`` what replacing it would add to the row's digest. 1 replaces
             it. 2 writes back what was kept. 3 adds what the target's difference from what was kept adds.

@@ -178,6 +178,8 @@ def synchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     if kind == "rloo":
         trainer = RLOOTrainer(model=directory, args=RLOOConfig(**args), **more)
     else:
+        if "embeddings" in kind:  # merged, they are the output layer's too, as PEFT's merge does: tokens of another policy
+            args["vllm_importance_sampling_correction"] = False
         trainer = GRPOTrainer(model=directory, args=GRPOConfig(**args), **more)
     generation = trainer.vllm_generation
     synchronize = generation.sync_weights

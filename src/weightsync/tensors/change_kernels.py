@@ -21,7 +21,7 @@ TILE_COLUMNS = 15
 _MASK = 4095  # of a word's position in a digest block
 _AHEAD = 12  # words between one that is worked on and one that is fetched
 _FETCHED = CHANGE_BLOCK // 8
-"""Most changed bytes of a block whose words are fetched one by one: of more, most cache lines change, which come by themselves."""
+"""Changed bytes from which on the words of a block are not prefetched: the processor does it, because most cache lines change."""
 
 
 @raw.inlined
@@ -178,7 +178,7 @@ def unite_changes(sections: int, last: int, steps: int, number: int, counts: int
 
 @raw.inlined
 def _fetch(places, count, here, word):
-    # Fetch the changed words of a block while those of the one before are worked on.
+    # Prefetch the changed words of a block while those of the block before are worked on.
     for index in range(count):
         raw.prefetch(here + np.int64(raw.load16(places, index)) * word)
 
@@ -233,7 +233,7 @@ def apply_changes(
         target, target_stride, apart = raw.int64(row, 2), raw.int64(row, 3), stride if rows > 1 else np.int64(1) << 62
         lead, lead_step, blocks = raw.int64(row, 7), raw.int64(row, 8), raw.int64(row, 11)
         first_byte, byte_step = raw.int64(row, 9), raw.int64(row, 10)
-        straight = rows == 1 or (stride == size and target_stride == size)  # as most are: in one piece at both ends
+        straight = rows == 1 or (stride == size and target_stride == size)  # the tile is one piece in both memories, as most are
         for turn in range(1 if step == then else 2):
             doing = step if turn == 0 else then
             total = np.uint64(0)
@@ -253,15 +253,17 @@ def apply_changes(
                 words = room // word if whole else count
                 if turn == 0 and straight and (block + 1) * CHANGE_BLOCK < begin + rows * size:
                     near = np.int64(raw.load16(counts, section + block + 1))
-                    as_it_is, _, _ = list_of(near, word, min(np.int64(CHANGE_BLOCK), nbytes - (block + 1) * CHANGE_BLOCK))
-                    if near * word < _FETCHED and not as_it_is:
+                    next_whole, _, _ = list_of(near, word, min(np.int64(CHANGE_BLOCK), nbytes - (block + 1) * CHANGE_BLOCK))
+                    if near * word < _FETCHED and not next_whole:
                         _fetch(payload + 4 * raw.int64(at, section + block + 1), near, target + offset + CHANGE_BLOCK, word)
+                # The loop below works on every block. A list that only names words in such a tile takes half the time without its checks.
                 if doing != 0 and straight and not whole and offset >= 0 and offset + room <= rows * size:
                     here = target + offset
                     if doing != 3:
                         _replace(here, places, values if doing == 1 else saved, words, word)
                         continue
-                    same, ends, part = np.int64(0), np.int64(-1), np.uint64(0)  # until a byte ``ends`` the factor is the same
+                    # The byte of a row is ``byte + shift``. Up to ``ends`` all bytes have the same factor.
+                    shift, ends, part = np.int64(0), np.int64(-1), np.uint64(0)
                     for index in range(words):
                         place = np.int64(raw.load16(places, index))
                         byte = offset + place * word
@@ -270,12 +272,12 @@ def apply_changes(
                             while byte - base >= apart:
                                 base += apart
                                 run += 1
-                            same, part = first_byte + run * byte_step - base, np.uint64(0)
-                            ends = min(base + apart, (((byte + same) >> 14) + 1 << 14) - same)
-                            factor = raw.factor((lead + run * lead_step) * blocks + ((byte + same) >> 14), columns)
+                            shift, part = first_byte + run * byte_step - base, np.uint64(0)
+                            ends = min(base + apart, (((byte + shift) >> 14) + 1 << 14) - shift)
+                            factor = raw.factor((lead + run * lead_step) * blocks + ((byte + shift) >> 14), columns)
                         difference = raw.load_word(here, place, word) - raw.load_word(saved, index, word)
-                        column = np.uint64(raw.load32(columns, (byte + same >> 2) & _MASK))
-                        part += column * (difference << np.uint64(8 * (byte + same & 3)))
+                        column = np.uint64(raw.load32(columns, (byte + shift >> 2) & _MASK))
+                        part += column * (difference << np.uint64(8 * (byte + shift & 3)))
                     total += factor * part
                     continue
                 for index in range(words):

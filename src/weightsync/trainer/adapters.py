@@ -40,8 +40,8 @@ class _AdapterPublisher(Trainer):
 
     _source = ""
     _stores = False
-    _alike: tuple[Sequence[Shard], Alike] | None = None
-    """Shards that were published last, and which of them :func:`check_finite` looks at together."""
+    _stacks: tuple[Sequence[Shard], Stacks] | None = None
+    """Shards that were published last, and their :func:`stacks_of`."""
 
     @classmethod
     def of(cls, source: str) -> type[_AdapterPublisher]:
@@ -68,9 +68,9 @@ class _AdapterPublisher(Trainer):
 
     def _check_finite(self, role: TrainerRole, wanted: Publish, deadline: Deadline) -> None:
         try:
-            if self._alike is None or self._alike[0] is not role.masters:
-                self._alike = role.masters, alike(role.masters, role.manifest)
-            check_finite(role.masters, "the adapter", self._alike[1])
+            if self._stacks is None or self._stacks[0] is not role.masters:
+                self._stacks = role.masters, stacks_of(role.masters, role.manifest)
+            check_finite(role.masters, "the adapter", self._stacks[1])
         except WeightSyncError as error:
             self._tell_others(wanted, error, deadline)
             raise
@@ -225,7 +225,8 @@ _STACKED = 32 << 20  # bytes of matrices whose numbers are looked at together, i
 _PART_OF_LORA = re.compile(r"\.lora_[A-Za-z_]+(\.|\Z)")
 
 State = Mapping[str, torch.Tensor] | ShardedState
-Alike = Sequence[tuple[Sequence[int], torch.dtype]]
+Stacks = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Indices of shards that are stacked into one tensor, and the dtype in which they are published."""
 
 
 def adapter_of(
@@ -336,24 +337,24 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def alike(shards: Sequence[Shard], manifest: Manifest) -> Alike:
-    """Return the numbers of the shards that :func:`check_finite` looks at together, and the dtype in which."""
+def stacks_of(shards: Sequence[Shard], manifest: Manifest) -> Stacks:
+    """Group shards of one form, so that :func:`check_finite` looks at many of them at once."""
     kinds = {spec.name: torch_dtype(spec.dtype) for spec in manifest}
-    numbers = defaultdict[tuple[torch.device, torch.dtype, torch.Size, torch.dtype], list[int]](list)
-    for number, shard in enumerate(shards):
-        numbers[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape, kinds[shard.name]].append(number)
-    steps = ((same, max(_STACKED // max(shards[same[0]].tensor.nbytes, 1), 1), key[-1]) for key, same in numbers.items())
+    alike = defaultdict[tuple[torch.device, torch.dtype, torch.Size, torch.dtype], list[int]](list)
+    for index, shard in enumerate(shards):
+        alike[shard.tensor.device, shard.tensor.dtype, shard.tensor.shape, kinds[shard.name]].append(index)
+    steps = ((same, max(_STACKED // max(shards[same[0]].tensor.nbytes, 1), 1), key[-1]) for key, same in alike.items())
     return [(same[first : first + step], dtype) for same, step, dtype in steps for first in range(0, len(same), step)]
 
 
-def check_finite(shards: Sequence[Shard], what: str, alike: Alike) -> None:
-    """Raise :class:`~weightsync.errors.ConfigurationError` if a number of an adapter is not finite in the dtype of its manifest.
+def check_finite(shards: Sequence[Shard], what: str, stacks: Stacks) -> None:
+    """Raise :class:`~weightsync.errors.ConfigurationError` if a number is not finite in the dtype in which it is published.
 
     In few launches, because an adapter of experts has 18,000 matrices: one for each takes ten times as long.
     """
-    finite = [torch.stack([shards[number].tensor for number in same]).to(dtype).isfinite().all() for same, dtype in alike]
-    for (same, dtype), whole in zip(alike, finite, strict=True):
-        if not whole:
-            held = [shards[number] for number in same]  # one of which may be changing
-            wrong = next((shard for shard in held if not shard.tensor.to(dtype).isfinite().all()), held[0])
+    finite = [torch.stack([shards[index].tensor for index in same]).to(dtype).isfinite().all() for same, dtype in stacks]
+    for (same, dtype), all_finite in zip(stacks, finite, strict=True):
+        if not all_finite:
+            stacked = [shards[index] for index in same]
+            wrong = next((shard for shard in stacked if not shard.tensor.to(dtype).isfinite().all()), stacked[0])  # it may change
             raise ConfigurationError(f"{what} is not published: {wrong.name} holds NaN or infinity as {dtype_name(dtype)}")

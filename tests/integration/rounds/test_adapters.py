@@ -337,11 +337,11 @@ def test_nan_unknown_modules_other_extents_and_large_ranks_are_refused_before_an
         followed = fleet.adapters._publisher._role._followed  # type: ignore[union-attr]
         assert followed is not None
         assert not any(part.tensor.numel() for part in followed.last[1]), "a trainer may offload them"
-        before, moved_away = fleet.adapters._publisher._alike, fleet.tensors["0.lora_B.weight"]
+        before, moved_away = fleet.adapters._publisher._stacks, fleet.tensors["0.lora_B.weight"]
         moved_away.data = moved_away.clone()
         with pytest.raises(ConfigurationError, match=r"0\.lora_B\.weight holds NaN"):
             fleet.adapters.publish("alice/math", 1)
-        assert fleet.adapters._publisher._alike is not before, "what is looked at together is found out again"
+        assert fleet.adapters._publisher._stacks is not before, "matrices with other memory are grouped again"
         for tensors, text in (
             (
                 {**lora(), "9.lora_A.weight": torch.ones(4, 8), "9.lora_B.weight": torch.ones(8, 4)},

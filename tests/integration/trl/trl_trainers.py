@@ -178,7 +178,7 @@ def synchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     if kind == "rloo":
         trainer = RLOOTrainer(model=directory, args=RLOOConfig(**args), **more)
     else:
-        if "embeddings" in kind:  # merged, they are the output layer's too, as PEFT's merge does: tokens of another policy
+        if "embeddings" in kind:  # tied: merged, they are the output layer's too. The correction would make all gradients vanish
             args["vllm_importance_sampling_correction"] = False
         trainer = GRPOTrainer(model=directory, args=GRPOConfig(**args), **more)
     generation = trainer.vllm_generation

@@ -398,7 +398,7 @@ def apply_kernel(
         start += LANES
     if most > 4 * LANES:
         which = 0
-        while which < GROUP:  # a loop at run time, because unrolled it takes three times as long to compile
+        while which < GROUP:  # not unrolled: that takes twice as long to compile
             chosen = row == which
             left = tl.sum(tl.where(chosen, count, 0), axis=0)
             start = 4 * LANES

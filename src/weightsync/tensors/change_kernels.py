@@ -256,7 +256,7 @@ def apply_changes(
                     next_whole, _, _ = list_of(near, word, min(np.int64(CHANGE_BLOCK), nbytes - (block + 1) * CHANGE_BLOCK))
                     if near * word < _FETCHED and not next_whole:
                         _fetch(payload + 4 * raw.int64(at, section + block + 1), near, target + offset + CHANGE_BLOCK, word)
-                # The loop below works on every block. A list that only names words in such a tile takes half the time without its checks.
+                # The loop below works on every block. A block that lies inside such a tile takes half the time without its checks.
                 if doing != 0 and straight and not whole and offset >= 0 and offset + room <= rows * size:
                     here = target + offset
                     if doing != 3:

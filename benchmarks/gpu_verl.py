@@ -133,6 +133,7 @@ def configured(options, folder):
         overrides += [
             "model_engine=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size={options.gpus}",
             f"{ACTOR}.megatron.vanilla_mbridge=True", f"{ACTOR}.megatron.use_remove_padding=False",
+            f"{ACTOR}.optim.total_training_steps=100",  # as verl's trainers set it
             f"{given}.attention_backend=local", f"+{given}.sequence_parallel=False",  # as Megatron's own norms need it
         ]  # fmt: skip
     else:

@@ -109,9 +109,9 @@ def counted(owner: ListeningPublisher) -> None:
     assert not owner._listener._unauthenticated
 
 
-def lives(channel: Channel) -> bool:
-    """Whether the publisher still has this connection after a moment."""
-    ends = time.monotonic() + 0.5
+def lives(channel: Channel, seconds: float = 0.5) -> bool:
+    """Whether the publisher still has this connection after this time."""
+    ends = time.monotonic() + seconds
     while channel.peer_lives() and time.monotonic() < ends:
         threading.Event().wait(0.01)
     return channel.peer_lives()
@@ -129,7 +129,8 @@ def test_readers_at_one_address_do_not_keep_others_out(owner: ListeningPublisher
 
         thieves = [arrive("127.0.0.2") for _ in range(4)]
         others = [arrive("127.0.0.3") for _ in range(2)]
-        assert [lives(one) for one in (*thieves, *others)] == [False, False, True, True, True, True]
+        assert [lives(one, 20) for one in thieves[:2]] == [False, False]  # a busy machine takes its time
+        assert [lives(one) for one in (*thieves[2:], *others)] == [True, True, True, True]
         arrive("127.0.0.3")  # as many as at the other address: one of its own goes
         left = [lives(one) for one in (*thieves[2:], *others)]
         assert left[:2] == [True, True]

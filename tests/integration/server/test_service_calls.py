@@ -68,7 +68,7 @@ def test_a_quarantine_gets_through_while_a_move_runs(settings: ClientSettings) -
     with joined(settings, first, engine) as agent, joined(settings, second, other), joined(settings, trainer_hello()) as trainer:
         result = trainer.link.call(Publish(1), 30)
         assert agent.wait_for(Quarantine)
-        assert ended_by_it.get(timeout=30) and ended_by_it.empty()
+        assert ended_by_it.get(timeout=30)  # a second move, of the repair, may have begun since
         assert isinstance(result, Published)
         assert not result.result.ok
         assert "this rank cannot" in str(result.result.replicas[0].error)

@@ -193,7 +193,10 @@ class CoordinatorProcess(Process):
                 self._limit = _LONGEST if seeding else max(self._until - world.loop.time(), 0.0)  # a clock may have jumped past it
                 known = self.coordinator._members.replicas.values()
                 self._expected = set() if seeding else {replica.name for replica in known if not replica.departed}
-                serving = {other.name for other in known if other.version is not None and other.version.order == (epoch, number)}
+                # A thief, which is none of ours, may claim the newest number with a digest of its choice.
+                names_of_ours = {engine.name for engine in world.engines.values()}
+                honest = [replica for replica in known if replica.name in names_of_ours]
+                serving = {other.name for other in honest if other.version is not None and other.version.order == (epoch, number)}
                 if seeding and (again := sorted(serving.intersection(names))):
                     world.violated("spoiled", f"{again} are taken out of service for the version that they serve")
             case ReplicaEnded(result=result) if result.error is None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import httpx
 import torch
+from tests.integration.server.service_support import free_port
 from tests.processes import none_outlives
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -258,7 +259,7 @@ def serving(
 
     Where a test kills it, its engine core stays; so it is killed here.
     """
-    port = 20_000 + os.getpid() % 20_000
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--served-model-name", "tiny",
@@ -299,7 +300,7 @@ def joined(coordinator: BackgroundServer, ranks: int) -> None:
     settings = ClientSettings.load({}, coordinator=coordinator.url, token=Secret(coordinator.token))
     tick = threading.Event()
     with Client(settings) as client:
-        for _ in range(900):  # two engines on a busy machine take more than a minute
+        for _ in range(900):
             if any(replica.world_size == ranks and not replica.missing for replica in client.status().replicas):
                 return
             tick.wait(0.2)

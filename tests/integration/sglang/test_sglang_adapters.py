@@ -69,12 +69,13 @@ class Process(Closeable):
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line == "ready\n":
-                self._ready.set()
-            elif line.startswith("["):
-                number, result = json.loads(line)
-                self._answers[number].set_result(result)
+        with self._process.stdout as output:
+            for line in output:
+                if line == "ready\n":
+                    self._ready.set()
+                elif line.startswith("["):
+                    number, result = json.loads(line)
+                    self._answers[number].set_result(result)
 
     def wait_until_ready(self) -> None:
         assert self._ready.wait(2 * SECONDS)  # of which SGLang's imports take most where processors are shared
@@ -97,6 +98,8 @@ class Process(Closeable):
             self._process.wait(20.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait(20.0)
+        self._reading.join(20.0)
 
 
 class Served:

@@ -112,8 +112,8 @@ class StoreSchedule(Schedule):
             return
         world.seen["joined while the trainer was away for good"] += 1
         for replica in coordinator.status().replicas:
-            if not replica.routable and not coordinator._keyed.allows_repetition and "keyed digests" in str(replica.error):
-                world.seen["kept out until the next publication, as no keyed digest was left"] += 1
+            if not replica.routable and len(coordinator._keyed._kept) < 2 and "keyed digests" in str(replica.error):
+                world.seen["waits for the next publication, as no keyed digest is left for it"] += 1  # docs/architecture.md
             elif not replica.routable:
                 world.violated("stuck", f"version {stored.version} is in the store, and {replica} did not join")
 

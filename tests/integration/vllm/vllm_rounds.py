@@ -300,7 +300,7 @@ def joined(coordinator: BackgroundServer, ranks: int) -> None:
     settings = ClientSettings.load({}, coordinator=coordinator.url, token=Secret(coordinator.token))
     tick = threading.Event()
     with Client(settings) as client:
-        for _ in range(900):
+        for _ in range(300):
             if any(replica.world_size == ranks and not replica.missing for replica in client.status().replicas):
                 return
             tick.wait(0.2)

@@ -24,7 +24,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,18 +32,14 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.trl_sync import free_port
+
 __all__ = ["main"]
 
 _HERE = "benchmarks.gpu_doors"
 _NAMES = {"experiment_name": "weightsync", "trial_name": "door"}
 _MOVED = ("vllm.entrypoints.openai.utils", "vllm.entrypoints.utils")
 _LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-
-
-def _free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def _show(options, way, times, results):
@@ -168,7 +163,7 @@ def _skyrl(options):
 
     def connected(url, factory):
         info = weight_senders.get_skyrl_nccl_trainer()[0](
-            master_address="127.0.0.1", master_port=_free_port(), world_size=2, packed=True, rank=0,
+            master_address="127.0.0.1", master_port=free_port(), world_size=2, packed=True, rank=0,
             packed_buffer_size_bytes=weight_senders._packed_buffer_size_bytes(options.directory, 1.0, torch.bfloat16),
         )  # fmt: skip
         client = DoorClient([url], 1, init_payload_fn=control_plane.nccl_init_payloads)
@@ -217,7 +212,7 @@ def _start(options, owned, directory, environment):
         flags += ["--worker-extension-cls", "areal.engine.vllm_ext.vllm_worker_extension.VLLMWorkerExtension"]
     backends = ["weightsync", "nccl"] if options.door == "skyrl" and options.own else ["weightsync"]
     for backend, name in zip(backends, ("--url", "--own-url"), strict=False):
-        url = f"http://127.0.0.1:{_free_port()}"
+        url = f"http://127.0.0.1:{free_port()}"
         own = environment if backend == "weightsync" else {}
         process = start_server(directory, backend, url.rpartition(":")[2], _LOCAL | own, flags, module.split())
         owned.callback(_end, process)
@@ -294,7 +289,7 @@ def _run(options):
         joining = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN": coordinator.token, "WEIGHTSYNC_REPLICA": "vllm-0"}
         server, told = _start(options, owned, directory, joining)
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()), "HF_HUB_OFFLINE": "1", "WEIGHTSYNC_REPLICAS_TIMEOUT": str(options.seconds / 3),
+                "MASTER_PORT": str(free_port()), "HF_HUB_OFFLINE": "1", "WEIGHTSYNC_REPLICAS_TIMEOUT": str(options.seconds / 3),
                 **({"CUDA_VISIBLE_DEVICES": str(_gpus() - 1)} if _gpus() else {})}  # fmt: skip
         path = os.pathsep.join(filter(None, [options.trainer_path, os.environ.get("PYTHONPATH")]))
         child = [

@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 """TRL's ``GRPOTrainer`` in server mode: how long ``sync_weights()`` takes, through weightsync and TRL's own way.
 
-``python -m benchmarks.trl_sync [--model tiny|8b] [--dtype bfloat16|float32] [--updates N] [--own]``
+``python -m benchmarks.trl_sync [--model tiny|8b|30b-a3b] [--dtype bfloat16|float32] [--updates N] [--own]``
 
 vLLM's server has the first GPU, the trainer the last one (which may be the same; TRL's own way then cannot run). The trainer
 takes no step: its weights are changed, and ``trainer.vllm_generation.sync_weights()`` is timed. In the same run, plain
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,13 +28,16 @@ from contextlib import contextmanager
 import httpx
 import torch
 
-__all__ = ["main", "row_of", "save_tokenizer", "serving", "start_server", "timed", "until_healthy"]
+__all__ = ["free_port", "main", "row_of", "save_tokenizer", "serving", "start_server", "timed", "until_healthy"]
 
 _SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "30b-a3b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
 _START_SECONDS = 480
 
@@ -56,11 +60,12 @@ def save_tokenizer(directory) -> None:
 
 
 def _config(model: str):
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
+    made, name = (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if "num_experts" in _SHAPES[model] else (Qwen3Config, "Qwen3ForCausalLM")
+    return made(
         **_SHAPES[model], max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-        architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
+        architectures=[name], dtype="bfloat16",
     )  # fmt: skip
 
 
@@ -71,6 +76,13 @@ def _model(directory, dtype: torch.dtype, device):
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
+
+
+def free_port() -> int:
+    """A port of this host that is free now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
 def start_server(directory, backend, port, environment, more=(), module=("vllm.entrypoints.openai.api_server",)):
@@ -105,8 +117,9 @@ def until_healthy(url, process=None, seconds=_START_SECONDS):
 
 
 @contextmanager
-def serving(directory: str, backend: str, port: int, environment: dict[str, str], more=()):
+def serving(directory: str, backend: str, environment: dict[str, str], more=()):
     """Start vLLM's server on the first GPU, with ``more`` flags; yields its URL when it answers."""
+    port = free_port()
     process, url = start_server(directory, backend, port, environment, more), f"http://127.0.0.1:{port}"
     try:
         until_healthy(url, process)
@@ -217,7 +230,8 @@ def main(arguments=None) -> int:
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
-    dummy = ["--load-format", "dummy", "--gpu-memory-utilization", "0.35"] if torch.cuda.is_available() else []
+    share = "0.6" if options.model == "30b-a3b" else "0.35"  # which vLLM's weights must fit into
+    dummy = ["--load-format", "dummy", "--gpu-memory-utilization", share] if torch.cuda.is_available() else []
     failed = 0
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -231,8 +245,7 @@ def main(arguments=None) -> int:
             _model(directory, torch.bfloat16, "cpu").save_pretrained(directory)
         joining = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN": coordinator.token, "WEIGHTSYNC_REPLICA": "vllm-0"}
         for own in (False, True) if options.own else (False,):
-            port = 20_000 + os.getpid() % 20_000 + own
-            with serving(directory, "nccl" if own else "weightsync", port, {} if own else joining, dummy) as url:
+            with serving(directory, "nccl" if own else "weightsync", {} if own else joining, dummy) as url:
                 child = [
                     sys.executable, "-m", "benchmarks.trl_sync", "--train", "--model", options.model, "--dtype", options.dtype,
                     "--updates", str(options.updates), "--directory", directory, "--url", url, *(["--own"] if own else []),
@@ -252,9 +265,10 @@ def main(arguments=None) -> int:
 def _shapes_only(directory) -> None:
     """A checkpoint with headers and holes: vLLM makes its own weights, and weightsync reads names and shapes."""
     from benchmarks.gpu_vllm import write_shapes
+    from weightsync.tensors.shards import manifest_of
 
-    shapes = {name: list(tensor.shape) for name, tensor in _model(directory, torch.bfloat16, "meta").state_dict().items()}
-    write_shapes(directory, {name: ("BF16", shape, 2) for name, shape in shapes.items()})
+    made = manifest_of(_model(directory, torch.bfloat16, "meta"), dtype=torch.bfloat16)
+    write_shapes(directory, {spec.name: ("BF16", list(spec.shape), 2) for spec in made})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN002, ANN003, ANN202
-"""Whole runs of TRL's ``GRPOTrainer`` in server mode, through weightsync and TRL's own way: rewards, time per step, cut answers.
+"""Whole runs of TRL's trainers with a vLLM server, through weightsync and TRL's own way: rewards, time per step, cut answers.
 
-``python -m benchmarks.trl_training [--steps N] [--seeds N] [--ways weightsync own] [--out FILE]``
+``python -m benchmarks.trl_training [--trainer grpo|async] [--steps N] [--seeds N] [--ways weightsync own] [--out FILE]``
+
+``grpo``: ``GRPOTrainer`` in server mode. ``async``: ``AsyncGRPOTrainer``, whose attention kernel, from a model hub, is replaced
+by PyTorch's.
 
 A small Qwen3 with random weights learns to answer with letters of the first half of its alphabet. All runs go at the same
 time, each with a separate vLLM server on the first GPU and a separate trainer on the last one, so that the ways share the
@@ -20,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
 import torch
 
-from benchmarks.trl_sync import save_tokenizer, serving
+from benchmarks.trl_sync import free_port, save_tokenizer, serving
 
 __all__ = ["main"]
 
@@ -51,9 +55,66 @@ def reward(completion_ids, **_):
     return [sum(token % 2 == 0 for token in ids) / _LENGTH for ids in completion_ids]
 
 
+def without_flash_attention() -> None:
+    """TRL's packing calls a kernel of a model hub, and counts its flops; its answers are parsed by a known model's template."""
+    from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+
+    def attention(q, k, v, q_ends, k_ends, *_, softmax_scale=None, **__):
+        out, groups = torch.empty_like(q), q.shape[1] // k.shape[1]
+        q_ends, k_ends = q_ends.tolist(), k_ends.tolist()
+        for number in range(len(q_ends) - 1):
+            rows, columns = slice(*q_ends[number : number + 2]), slice(*k_ends[number : number + 2])
+            parts = q[rows], k[columns].repeat_interleave(groups, 1), v[columns].repeat_interleave(groups, 1)
+            query, key, value = (part.transpose(0, 1) for part in parts)
+            mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=q.device)
+            out[rows] = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask.tril(key.shape[1] - query.shape[1]), scale=softmax_scale
+            ).transpose(0, 1)
+        return out
+
+    packing._flash_attn = lambda: types.SimpleNamespace(flash_attn_varlen_func=attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    async_rollout_worker.parse_response = lambda tokens, ids, **_: {"role": "assistant", "content": tokens.decode(ids)}
+
+
+def _train_async(options) -> None:
+    """The process of an asynchronous trainer, whose samples come from a third process while it trains."""
+    without_flash_attention()
+    import trl.chat_template_utils as templates
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    words = AutoTokenizer.from_pretrained(options.directory, padding_side="left")
+    words.response_template, words.response_schema = templates.qwen3_template, templates.qwen3_schema
+    args = AsyncGRPOConfig(
+        output_dir=f"{options.directory}/{options.way}-{options.seed}", vllm_server_base_url=options.url, num_generations=8,
+        max_completion_length=_LENGTH, max_steps=options.steps, token_budget=1024, max_staleness=4, max_inflight_tasks=8,
+        gradient_accumulation_steps=1, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=False,
+        learning_rate=5e-4, lr_scheduler_type="constant", temperature=1.0, seed=options.seed, gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    transfer = None
+    if options.way == "weightsync":
+        from weightsync.integrations.trl import WeightTransfer
+
+        transfer = WeightTransfer(timeout=300)
+    questions = [[{"role": "user", "content": f"{number} {number + 1} {number + 2}"}] for number in range(10, 74)]
+    trainer = AsyncGRPOTrainer(
+        model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": questions}),
+        processing_class=words, weight_transfer=transfer,
+    )  # fmt: skip
+    trainer.train()
+    logged = trainer.state.log_history
+
+    def times(name):
+        return [1000 * row[name] for row in logged if row.get(name)]
+
+    _show(options, logged, times("perf/step_s"), times("perf/weight_sync_s"), transfer and transfer.result)
+
+
 def _train(options) -> None:
     """The trainer's process."""
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     if options.way == "weightsync":
         from weightsync.integrations.trl import enable
 
@@ -80,7 +141,7 @@ def _train(options) -> None:
     def timed() -> None:
         began = time.perf_counter()
         own()
-        syncs.append(time.perf_counter() - began)
+        syncs.append(1000 * (time.perf_counter() - began))
 
     trainer.vllm_generation.sync_weights = timed
     times = []
@@ -89,24 +150,30 @@ def _train(options) -> None:
     def stepped(*args, **kwargs):
         began = time.perf_counter()
         result = step(*args, **kwargs)
-        times.append(time.perf_counter() - began)
+        times.append(1000 * (time.perf_counter() - began))
         return result
 
     trainer.training_step = stepped
     trainer.train()
-    rewards = [round(row["reward"], 4) for row in trainer.state.log_history if "reward" in row]
+    ours = trainer.vllm_generation._weightsync.result if options.way == "weightsync" else None
+    _show(options, trainer.state.log_history, times, syncs, ours)
+
+
+def _show(options, logged, steps, syncs, result) -> None:
+    """Print a run's row: ``steps`` and ``syncs`` in milliseconds."""
+    rewards = [round(row["reward"], 4) for row in logged if "reward" in row]
     metrics = httpx.get(f"{options.url}/metrics", trust_env=False).text
     reasons = {}
     for reason, count in re.findall(r'vllm:request_success_total\{[^}]*finished_reason="(\w+)"[^}]*\} ([0-9.e+]+)', metrics):
         reasons[reason] = reasons.get(reason, 0) + int(float(count))
     row = {
         "way": options.way, "seed": options.seed, "steps": len(rewards), "rewards": rewards,
-        "step_ms": round(1000 * statistics.median(times[2:] or times), 1), "updates": len(syncs),
-        "sync_ms": round(1000 * statistics.median(syncs[2:] or syncs), 1),
+        "step_ms": round(statistics.median(steps[2:] or steps), 1), "updates": len(syncs),
+        "sync_ms": round(statistics.median(syncs[2:] or syncs), 1),
         "finished": {name: count for name, count in reasons.items() if count},
     }  # fmt: skip
-    if options.way == "weightsync":
-        (replica,) = trainer.vllm_generation._weightsync.result.replicas
+    if result is not None:
+        (replica,) = result.replicas
         row |= {"delivery": replica.delivery, "verified": replica.verified, "transports": list(replica.transports)}
     print("ROW " + json.dumps(row), flush=True)
 
@@ -114,6 +181,7 @@ def _train(options) -> None:
 def main(arguments=None) -> int:
     """Run it; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainer", choices=["grpo", "async"], default="grpo")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=["weightsync", "own"], default=["weightsync"])
@@ -124,7 +192,8 @@ def main(arguments=None) -> int:
     parser.add_argument("--group-port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.way:
-        _train(options)
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        (_train_async if options.trainer == "async" else _train)(options)
         sys.stdout.flush()
         os._exit(0)  # vLLM's and NCCL's threads may not end
 
@@ -148,13 +217,13 @@ def main(arguments=None) -> int:
                         "WEIGHTSYNC_TOKEN": coordinator.token,
                         "WEIGHTSYNC_REPLICA": "vllm-0",
                     }
-                port = 20_000 + 16 * (os.getpid() % 2_000) + number
                 backend = "nccl" if way == "own" else "weightsync"
                 memory = ["--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.1"] if gpus else []
-                url = stack.enter_context(serving(directory, backend, port, joining, memory))
+                url = stack.enter_context(serving(directory, backend, joining, memory))
                 command = [
                     sys.executable, "-m", "benchmarks.trl_training", "--way", way, "--seed", str(seed), "--directory", directory,
-                    "--url", url, "--steps", str(options.steps), "--group-port", str(port + 10_000),
+                    "--url", url, "--steps", str(options.steps), "--group-port", str(free_port()),
+                    "--trainer", options.trainer,
                 ]  # fmt: skip
                 devices = {"CUDA_VISIBLE_DEVICES": str(gpus - 1)} if gpus else {}
                 done = subprocess.run(
@@ -173,6 +242,9 @@ def main(arguments=None) -> int:
             json.dump(rows, file)
     return int(failed > 0)
 
+
+if __name__ == "__mp_main__":  # TRL's process for samples, which imports this file again
+    without_flash_attention()
 
 if __name__ == "__main__":
     sys.exit(main())

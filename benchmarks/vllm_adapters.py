@@ -39,6 +39,7 @@ from tests.processes import none_outlives
 
 import weightsync
 from benchmarks.gpu_vllm import shapes_only, share_of_gpu, tiny
+from benchmarks.trl_sync import free_port
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import RoundFailed
 from weightsync.server.client import Client
@@ -158,7 +159,7 @@ def serving(folder: str, flags: Sequence[str], rank: int, coordinator: Backgroun
     token = Path(folder) / "token"
     token.touch(0o600)
     token.write_text(coordinator.token)
-    port = 20_000 + os.getpid() % 20_000
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "base", *flags,
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "8",

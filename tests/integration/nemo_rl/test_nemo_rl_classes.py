@@ -26,6 +26,7 @@ pytest.importorskip("nemo_rl", reason="NeMo-RL is not installed here")
 import nemo_rl
 import numpy as np
 import ray
+from benchmarks import gpu_nemo_rl
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, PY_EXECUTABLES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -33,11 +34,13 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from nemo_rl.utils.config import load_config_with_inheritance
 from nemo_rl.weight_sync import ipc_weight_synchronizer
+from nemo_rl.weight_sync.checkpoint_engine_config import checkpoint_engine_refit_config
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError, RayTaskError
 from tests.integration.called_module import make_model
 from tests.integration.nemo_rl.refit_contract import POLICIES, SECONDS, WORKERS, RefitContract, RefitProtocol, expected, raised
+from transformers import AutoConfig
 
 from weightsync.config import Address, ClientSettings
 from weightsync.errors import ConfigurationError, RoundFailed
@@ -57,6 +60,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ACTORS = "tests.integration.nemo_rl.nemo_rl_actors"
 PAGE = ROOT / "docs/integrations/nemo_rl.md"
 CONFIGS = Path(nemo_rl.__file__).parents[1] / "examples/configs"
+BENCHMARK: Any = gpu_nemo_rl  # untyped
 
 
 @contextmanager
@@ -328,6 +332,18 @@ def test_nemo_rl_makes_the_synchronizer_once_it_is_enabled(monkeypatch: pytest.M
     assert (kept.options, kept._compute_buffer_size()) == ({"timeout": 4.0}, 2 << 30)
     assert kept._policy.stream_weights_via_ipc_zmq == kept._send
     assert kept._generation.cfg["backend"] == "vllm"
+
+
+def test_the_benchmark_on_gpus_configures_nemo_rl(tmp_path: Path) -> None:
+    for place, transport in (("separated", NAME), ("colocated", None)):
+        options = BENCHMARK.arguments([place, "tiny", "--gpus", "2", "--nemo-rl", str(CONFIGS.parents[1])])
+        policy = BENCHMARK.configured(options, tmp_path)
+        refit = checkpoint_engine_refit_config(policy["generation"])
+        assert (refit and refit["backend"]) == transport
+        assert policy["model_name"] == policy["generation"]["model_name"] == str(tmp_path)
+        assert policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 2
+        BENCHMARK.write_checkpoint(tmp_path, options.model)
+        assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 3
 
 
 def test_a_script_is_started_as_python_does(tmp_path: Path) -> None:

@@ -118,18 +118,32 @@ def test_grpo_updates_its_server_by_one_line(served: Served) -> None:
     assert seen["log"].count("rounded weights") == 1, "TRL trains in float32"
 
 
-@pytest.mark.rare
-def test_the_benchmark_of_trl_runs(served: Served) -> None:
-    wanted = ["-m", "benchmarks.trl_sync", "--train", "--updates", "1", "--directory", str(served.directory), "--url", served.url]
+def benchmark(served: Served, name: str, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of the trainer's process of a benchmark, which finds ``served``."""
+    wanted = ["-m", f"benchmarks.{name}", *arguments, "--directory", str(served.directory), "--url", served.url]
     done = subprocess.run(
         [sys.executable, *wanted], env=os.environ | served.environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    return [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+
+
+@pytest.mark.rare
+def test_the_benchmark_of_trl_runs(served: Served) -> None:
+    rows = benchmark(served, "trl_sync", "--train", "--updates", "1")
     assert [row["way"] for row in rows] == ["TRL through weightsync", "weightsync.Trainer"]
     for row in rows:
         assert (row["verified"], row["updates"]) == ("received", 1)
         assert 0 < row["paused_ms"] <= row["median_ms"]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("trainer", ["grpo", "async"])
+def test_the_benchmark_of_whole_runs_runs(served: Served, trainer: str) -> None:
+    (row,) = benchmark(served, "trl_training", "--trainer", trainer, "--way", "weightsync", "--seed", "0", "--steps", "2")
+    assert (row["steps"], row["verified"]) == (2, "received")
+    assert row["updates"] >= 2
+    assert row["step_ms"] > 0
 
 
 @pytest.mark.rare

@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import time
-import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,30 +239,10 @@ def accelerate_thinks_of_gpus() -> None:
     PartialState.__init__ = init
 
 
-def without_flash_attention() -> None:
-    """TRL's packing calls a kernel for GPUs, and counts their flops; its answers are parsed by the template of a known model."""
-    from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
-
-    def attention(q: Any, k: Any, v: Any, q_ends: Any, k_ends: Any, *_: Any, softmax_scale: Any = None, **__: Any) -> Any:
-        out, groups = torch.empty_like(q), q.shape[1] // k.shape[1]
-        for number in range(len(q_ends) - 1):
-            rows = slice(int(q_ends[number]), int(q_ends[number + 1]))
-            columns = slice(int(k_ends[number]), int(k_ends[number + 1]))
-            parts = q[rows], k[columns].repeat_interleave(groups, 1), v[columns].repeat_interleave(groups, 1)
-            query, key, value = (part.transpose(0, 1) for part in parts)
-            mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-            out[rows] = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=softmax_scale
-            ).transpose(0, 1)
-        return out
-
-    packing._flash_attn = lambda: types.SimpleNamespace(flash_attn_varlen_func=attention)
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
-    async_rollout_worker.parse_response = lambda tokens, ids, **_: {"role": "assistant", "content": tokens.decode(ids)}
-
-
 def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     """``weight_transfer=WeightTransfer()``, and nothing else of weightsync."""
+    from benchmarks.trl_training import without_flash_attention
+
     without_flash_attention()
     import trl.chat_template_utils as templates
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -371,6 +350,8 @@ def main() -> int:
 
 
 if __name__ == "__mp_main__":  # TRL's worker for rollouts, which imports this file again
+    from benchmarks.trl_training import without_flash_attention
+
     without_flash_attention()
 
 if __name__ == "__main__":

@@ -7,36 +7,33 @@ they share the GPUs; its own way is CUDA IPC. ``MODEL``: ``tiny`` or ``dense`` (
 each side, the policy sharded by FSDP2 with float32 masters, vLLM tensor parallel.
 
 NeMo-RL's ``Policy`` (DTensor workers) and ``VllmGeneration`` run in Ray as in its training, with its configuration
-``grpo_math_1B.yaml`` in ``--nemo-rl``, its checkout; only data, losses and optimizer are left out. One vLLM takes four kinds of
+``grpo_math_1B.yaml`` in ``--nemo-rl``, its checkout; only data, losses and optimizer are left out. One vLLM takes three kinds of
 updates: NeMo-RL's whole call with weightsync, a :class:`weightsync.Trainer` in the policy workers without NeMo-RL's call, and
 NeMo-RL's whole call with its own synchronizer. Each prints a line of JSON as soon as it is done, then a table. After the last
 update of both calls, sums over one matrix are compared in policy and vLLM.
 
-NeMo-RL and what it imports, vLLM and weightsync's entry points are on the path; its own environments per worker are not used. It
-refuses Transformers 5.12 and newer (``nemo_rl.models.policy``).
+NeMo-RL and what it imports, vLLM and weightsync's entry points are on the path; its own environments per worker are not used.
+NeMo-RL refuses Transformers 5.12 and newer (``nemo_rl.models.policy``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
-import tempfile
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.gpu_verl import SECONDS, SIZES, library, measure, table, write_checkpoint
+from benchmarks.gpu_verl import SECONDS, library, measure, run
 
 MATRIX = "model.layers.1.mlp.down_proj.weight"  # vLLM keeps its name, and cuts its columns only
 OWN = {"colocated": "its CUDA IPC", "separated": "its packed broadcast"}
 
 
 def configured(options, folder):
-    """NeMo-RL's configuration of a policy, from the file that its example for this algorithm has."""
+    """NeMo-RL's configuration of a policy, from that of its GRPO example."""
     from nemo_rl.utils.config import load_config_with_inheritance, register_omegaconf_resolvers
     from omegaconf import OmegaConf
 
@@ -68,7 +65,7 @@ def configured(options, folder):
 
 
 def change(worker, seed):
-    """Change all weights of a policy worker, each to another value. Returns what :func:`sums` does, over all ranks."""
+    """Change all weights of a policy worker, each to another value. Returns :func:`sums` of the whole matrix."""
     import torch
 
     made = torch.Generator("cuda").manual_seed(1000 * seed + worker.rank)
@@ -183,7 +180,10 @@ def play(options, folder):
 
     def through(synchronizer, last_round):
         synchronizer.init_communicator()
-        made = measure(lambda step: synchronizer.sync_weights(), changed, options.rounds, last_round)
+        made = measure(
+            lambda step: synchronizer.sync_weights(), changed, options.rounds, last_round,
+            lambda result: result.version.number + 1,  # NeMo-RL gives no step; a run's first version is 0
+        )  # fmt: skip
         there = everywhere([server], _held)[0]
         assert all(abs(a - b) <= 1e-6 * max(1.0, abs(b)) for a, b in zip(there, wanted, strict=True)), (there, wanted)
         return made
@@ -208,23 +208,12 @@ def arguments(given=None):
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", choices=tuple(OWN))
-    parser.add_argument("model", choices=tuple(SIZES))
+    parser.add_argument("model", choices=("tiny", "dense"))
     parser.add_argument("--nemo-rl", default=".", help="NeMo-RL's checkout (default: this folder)")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6)
     return parser.parse_args(given)
 
 
-def main():
-    options, rows = arguments(), {}
-    with ExitStack() as owned:
-        folder = Path(owned.enter_context(tempfile.TemporaryDirectory()))
-        write_checkpoint(folder, options.model)
-        for way, found in play(options, folder):
-            rows[way] = found
-            print(json.dumps({"way": way, **vars(options), "found": found}), flush=True)
-            print(table(rows), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(arguments(), play)

@@ -46,8 +46,11 @@ SERVER = "vllm_server_0_0"  # Ray's name of verl's first
 SECONDS = 120
 
 
-def measure(update, change, rounds, last_round):
-    """Change the weights and update, ``rounds`` times; return the figures of each. The first includes what is done once."""
+def measure(update, change, rounds, last_round, step_of=lambda result: result.step):
+    """Change the weights and update, ``rounds`` times; return the figures of each. The first includes what is done once.
+
+    ``step_of`` says which step, from 1, a result is of.
+    """
     found = []
     for step in range(1, rounds + 1):
         change(step)
@@ -56,7 +59,7 @@ def measure(update, change, rounds, last_round):
         row = {"call": time.perf_counter() - began}
         result = last_round()
         if result is not None:
-            assert result.ok and result.step in (None, step), result.error
+            assert result.ok and step_of(result) == step, result.error
             row |= {
                 "round": result.seconds, "pause": result.longest_pause, "bytes": result.nbytes,
                 "verified": sorted({replica.verified for replica in result.replicas}),
@@ -347,16 +350,17 @@ def arguments(given=None):
     return parser.parse_args(given)
 
 
-def main():
-    options, rows = arguments(), {}
+def run(options, ways):
+    """Print each of ``ways`` as soon as it is measured. They get the options and a checkpoint."""
+    rows = {}
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory()))
         write_checkpoint(folder, options.model)
-        for way, found in play(options, folder):
+        for way, found in ways(options, folder):
             rows[way] = found
             print(json.dumps({"way": way, **vars(options), "found": found}), flush=True)
             print(table(rows), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments(), play)

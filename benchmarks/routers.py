@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from benchmarks.trl_sync import free_port
 from weightsync.config import ServerSettings
 from weightsync.engine.engine import Engine
 from weightsync.engines.module import ModuleAdapter
@@ -71,13 +71,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the slowest request."""
     update_seconds: tuple[float, ...]
     """Seconds of each rolling update."""
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(what: str, there: object, seconds: float = _SECONDS) -> None:

@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 """TRL's ``GRPOTrainer`` in server mode: how long ``sync_weights()`` takes, through weightsync and TRL's own way.
 
-``python -m benchmarks.trl_sync [--model tiny|8b|30b-a3b] [--dtype bfloat16|float32] [--updates N] [--own]``
+``python -m benchmarks.trl_sync [--model tiny|8b] [--dtype bfloat16|float32] [--updates N] [--own]``
 
 vLLM's server has the first GPU, the trainer the last one (which may be the same; TRL's own way then cannot run). The trainer
 takes no step: its weights are changed, and ``trainer.vllm_generation.sync_weights()`` is timed. In the same run, plain
@@ -35,9 +35,6 @@ _SHAPES = {
              "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "30b-a3b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-                "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }  # fmt: skip
 _START_SECONDS = 480
 
@@ -60,12 +57,11 @@ def save_tokenizer(directory) -> None:
 
 
 def _config(model: str):
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    from transformers import Qwen3Config
 
-    made, name = (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if "num_experts" in _SHAPES[model] else (Qwen3Config, "Qwen3ForCausalLM")
-    return made(
+    return Qwen3Config(
         **_SHAPES[model], max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
-        architectures=[name], dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
 
 
@@ -230,8 +226,7 @@ def main(arguments=None) -> int:
     from weightsync.config import ServerSettings
     from weightsync.server.server import BackgroundServer
 
-    share = "0.6" if options.model == "30b-a3b" else "0.35"  # which vLLM's weights must fit into
-    dummy = ["--load-format", "dummy", "--gpu-memory-utilization", share] if torch.cuda.is_available() else []
+    dummy = ["--load-format", "dummy", "--gpu-memory-utilization", "0.35"] if torch.cuda.is_available() else []
     failed = 0
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -265,10 +260,9 @@ def main(arguments=None) -> int:
 def _shapes_only(directory) -> None:
     """A checkpoint with headers and holes: vLLM makes its own weights, and weightsync reads names and shapes."""
     from benchmarks.gpu_vllm import write_shapes
-    from weightsync.tensors.shards import manifest_of
 
-    made = manifest_of(_model(directory, torch.bfloat16, "meta"), dtype=torch.bfloat16)
-    write_shapes(directory, {spec.name: ("BF16", list(spec.shape), 2) for spec in made})
+    shapes = {name: list(tensor.shape) for name, tensor in _model(directory, torch.bfloat16, "meta").state_dict().items()}
+    write_shapes(directory, {name: ("BF16", shape, 2) for name, shape in shapes.items()})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from benchmarks.trl_sync import free_port, save_tokenizer, serving
 __all__ = ["main"]
 
 _LENGTH = 16
+_PROMPTS = [f"{number} {number + 1} {number + 2}" for number in range(10, 74)]
 
 
 def _save_model(directory) -> None:
@@ -56,7 +57,10 @@ def reward(completion_ids, **_):
 
 
 def without_flash_attention() -> None:
-    """TRL's packing calls a kernel of a model hub, and counts its flops; its answers are parsed by a known model's template."""
+    """Replace what ``AsyncGRPOTrainer`` needs of a model hub: the kernel of its attention, and the template that parses answers.
+
+    The kernel's floating-point operations are not counted either.
+    """
     from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
 
     def attention(q, k, v, q_ends, k_ends, *_, softmax_scale=None, **__):
@@ -77,6 +81,16 @@ def without_flash_attention() -> None:
     async_rollout_worker.parse_response = lambda tokens, ids, **_: {"role": "assistant", "content": tokens.decode(ids)}
 
 
+def _options_of_both(options) -> dict[str, object]:
+    """What ``GRPOConfig`` and ``AsyncGRPOConfig`` are given alike."""
+    return dict(
+        output_dir=f"{options.directory}/{options.way}-{options.seed}", vllm_server_base_url=options.url, num_generations=8,
+        max_completion_length=_LENGTH, max_steps=options.steps, learning_rate=5e-4, lr_scheduler_type="constant", temperature=1.0,
+        seed=options.seed, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=False,
+        use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False,
+    )  # fmt: skip
+
+
 def _train_async(options) -> None:
     """The process of an asynchronous trainer, whose samples come from a third process while it trains."""
     without_flash_attention()
@@ -88,18 +102,14 @@ def _train_async(options) -> None:
     words = AutoTokenizer.from_pretrained(options.directory, padding_side="left")
     words.response_template, words.response_schema = templates.qwen3_template, templates.qwen3_schema
     args = AsyncGRPOConfig(
-        output_dir=f"{options.directory}/{options.way}-{options.seed}", vllm_server_base_url=options.url, num_generations=8,
-        max_completion_length=_LENGTH, max_steps=options.steps, token_budget=1024, max_staleness=4, max_inflight_tasks=8,
-        gradient_accumulation_steps=1, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=False,
-        learning_rate=5e-4, lr_scheduler_type="constant", temperature=1.0, seed=options.seed, gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-    )  # fmt: skip
+        **_options_of_both(options), token_budget=1024, max_staleness=4, max_inflight_tasks=8, gradient_accumulation_steps=1
+    )
     transfer = None
     if options.way == "weightsync":
         from weightsync.integrations.trl import WeightTransfer
 
         transfer = WeightTransfer(timeout=300)
-    questions = [[{"role": "user", "content": f"{number} {number + 1} {number + 2}"}] for number in range(10, 74)]
+    questions = [[{"role": "user", "content": prompt}] for prompt in _PROMPTS]
     trainer = AsyncGRPOTrainer(
         model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": questions}),
         processing_class=words, weight_transfer=transfer,
@@ -123,17 +133,12 @@ def _train(options) -> None:
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    gpu = torch.cuda.is_available()
     args = GRPOConfig(
-        output_dir=f"{options.directory}/{options.way}-{options.seed}", use_vllm=True, vllm_mode="server",
-        vllm_server_base_url=options.url, vllm_group_port=options.group_port, num_generations=8, per_device_train_batch_size=32,
-        max_completion_length=_LENGTH, max_steps=options.steps, learning_rate=5e-4, lr_scheduler_type="constant", beta=0.0,
-        temperature=1.0, seed=options.seed, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=False,
-        use_cpu=not gpu, gradient_checkpointing=False, generation_kwargs={"ignore_eos": True, "min_tokens": _LENGTH},
+        **_options_of_both(options), use_vllm=True, vllm_mode="server", vllm_group_port=options.group_port,
+        per_device_train_batch_size=32, beta=0.0, generation_kwargs={"ignore_eos": True, "min_tokens": _LENGTH},
     )  # fmt: skip
-    prompts = [f"{number} {number + 1} {number + 2}" for number in range(10, 74)]
     trainer = GRPOTrainer(
-        model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": _PROMPTS}),
         processing_class=AutoTokenizer.from_pretrained(options.directory, padding_side="left"),
     )  # fmt: skip
     own, syncs = trainer.vllm_generation.sync_weights, []

@@ -26,7 +26,7 @@ pytest.importorskip("nemo_rl", reason="NeMo-RL is not installed here")
 import nemo_rl
 import numpy as np
 import ray
-from benchmarks import gpu_nemo_rl
+from benchmarks import gpu_nemo_rl, gpu_verl
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY, PY_EXECUTABLES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -61,6 +61,7 @@ ACTORS = "tests.integration.nemo_rl.nemo_rl_actors"
 PAGE = ROOT / "docs/integrations/nemo_rl.md"
 CONFIGS = Path(nemo_rl.__file__).parents[1] / "examples/configs"
 BENCHMARK: Any = gpu_nemo_rl  # untyped
+WRITER: Any = gpu_verl
 
 
 @contextmanager
@@ -342,7 +343,7 @@ def test_the_benchmark_on_gpus_configures_nemo_rl(tmp_path: Path) -> None:
         assert (refit and refit["backend"]) == transport
         assert policy["model_name"] == policy["generation"]["model_name"] == str(tmp_path)
         assert policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 2
-        BENCHMARK.write_checkpoint(tmp_path, options.model)
+        WRITER.write_checkpoint(tmp_path, options.model)
         assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 3
 
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 import torch
 import uvicorn
-from benchmarks.routers import Replica, free_port, run_case, sglang_router, wait_for
+from benchmarks.routers import Replica, run_case, sglang_router, wait_for
+from benchmarks.trl_sync import free_port
 
 from weightsync.config import Secret, ServerSettings
 from weightsync.engine.engine import Engine

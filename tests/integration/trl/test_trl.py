@@ -139,7 +139,7 @@ def test_the_benchmark_of_trl_runs(served: Served) -> None:
 
 @pytest.mark.rare
 @pytest.mark.parametrize("trainer", ["grpo", "async"])
-def test_the_benchmark_of_whole_runs_runs(served: Served, trainer: str) -> None:
+def test_the_benchmark_of_trainings_runs(served: Served, trainer: str) -> None:
     (row,) = benchmark(served, "trl_training", "--trainer", trainer, "--way", "weightsync", "--seed", "0", "--steps", "2")
     assert (row["steps"], row["verified"]) == (2, "received")
     assert row["updates"] >= 2

@@ -112,22 +112,27 @@ class GatheredRows:
         """
         first, digests = 0, np.zeros(len(self._rows), np.uint64)
         with nullcontext() if self._digest is None else torch.cuda.device(self._gathered.device):
-            for group in self._groups:
-                if flag[0]:
-                    return
-                if deadline is not None:
-                    deadline.remaining("copying shards from their device")
-                sources = [self._shards[row].tensor[cut] if cut else self._shards[row].tensor for row, cut in group.cuts]
+            try:
+                for group in self._groups:
+                    if flag[0]:
+                        return
+                    if deadline is not None:
+                        deadline.remaining("copying shards from their device")
+                    sources = [self._shards[row].tensor[cut] if cut else self._shards[row].tensor for row, cut in group.cuts]
+                    if self._digest is not None:
+                        self._gathered.zero_()  # what lies between rows crosses too
+                    torch._foreach_copy_(group.places, sources)
+                    last = first + len(group.cuts)
+                    if self._digest is None:
+                        _copy(self._table, self._dims, first, last, self._targets, digests[first:], flag)
+                    else:  # each after the other on the device, while the next are asked for here
+                        self._digest.launch(first, last)
+                        target = torch.from_numpy(bytes_at(group.target, group.nbytes))
+                        target.copy_(self._gathered[: group.nbytes], non_blocking=True)
+                    first = last
+            finally:
                 if self._digest is not None:
-                    self._gathered.zero_()  # what lies between rows crosses too
-                torch._foreach_copy_(group.places, sources)
-                last = first + len(group.cuts)
-                if self._digest is None:
-                    _copy(self._table, self._dims, first, last, self._targets, digests[first:], flag)
-                else:
-                    self._digest.launch(first, last)
-                    torch.from_numpy(bytes_at(group.target, group.nbytes)).copy_(self._gathered[: group.nbytes])
-                first = last
+                    torch.cuda.current_stream().synchronize()
             if self._digest is not None and self._groups:
                 digests = self._digest.taken()
         np.add.at(out, self._rows, digests)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.trainer.adapters import adapter_of, base_weights
+from weightsync.tensors.shards import shards_of
+from weightsync.trainer.adapters import adapter_of, base_weights, check_finite, stacks_of
 
 
 @pytest.mark.parametrize("more", ["bias", "tokens", "alora", ""])
@@ -62,3 +63,20 @@ def test_merged_weights_are_no_base() -> None:
     layer.merged_adapters = ["default"]  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match=r"default is merged into q: call the model's unmerge_adapter\(\) first"):
         base_weights(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numbers", [(math.inf, -math.inf), (math.nan, 0.0), (0.0, -math.inf), (None, None), (1.0, -1.0)])
+def test_a_number_that_is_not_finite_is_seen_among_many_and_a_sum_that_is_not_finite_is_none(
+    numbers: tuple[float | None, float | None], dtype: torch.dtype
+) -> None:
+    state = {f"{layer}.{name}": tensor for layer in range(9) for name, tensor in matrices().items()}
+    for name, number in zip(("3.q.lora_B.weight", "7.q.lora_B.weight"), numbers, strict=True):
+        state[name][5, 2:] = torch.finfo(dtype).max if number is None else number
+    manifest, shards = shards_of(state, dtype=dtype)
+    stacks = stacks_of(shards, manifest)
+    if all(number is None or math.isfinite(number) for number in numbers):
+        check_finite(shards, "the adapter", stacks)
+        return
+    with pytest.raises(ConfigurationError, match=r"[37]\.q\.lora_B\.weight holds NaN or infinity as"):
+        check_finite(shards, "the adapter", stacks)

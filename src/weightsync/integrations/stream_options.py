@@ -34,6 +34,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Transports allowed, best first; by default all that both ends have."""
     direct: bool = True
     """Whether vLLM's workers read the shards of trainer ranks, where all ranks can take part in that."""
+    keep_copy: bool = True
+    """Whether a trainer rank that shares its GPU with vLLM keeps its converted copy there between updates, and stays joined."""
 
     @classmethod
     def of(cls, given: Mapping[str, object], where: str) -> Self:

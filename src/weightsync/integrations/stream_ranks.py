@@ -268,6 +268,11 @@ class StreamSender:
         )  # fmt: skip
         self._role, self._source = role, source
 
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether it stays joined on a shared GPU: it keeps a copy, and memory of the framework is not mapped by engines."""
+        return self._options.keep_copy and self._trainer is not None and not self._trainer.in_place
+
     def leave(self, call: int = 0) -> None:
         """Leave the coordinator and free windows or shards. Ends the engines' ``call`` if no update is in it. Safe twice."""
         trainer, self._trainer = self._trainer, None

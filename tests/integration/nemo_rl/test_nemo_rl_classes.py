@@ -281,15 +281,32 @@ def test_on_shared_gpus_shards_travel_within_nemo_rls_own_order_of_calls(folder:
         assert made.order == BRACKET * 2
         assert made.walked() == [False] * POLICIES, "nothing is gathered"
         assert [replica.verified for replica in made.last_round().replicas] == ["installed"] * WORKERS
-        assert made.status().trainer_world_size == 0, "what policy ranks published is freed after each update"
+        assert made.status().trainer_world_size == POLICIES, "policy ranks keep their copies, and stay joined"
         made.set_faults(["", "raise"], ["", ""])
         with pytest.raises(RayTaskError, match="the parameters cannot be loaded"):
             made.sync(2)
+        assert made.status().trainer_world_size == 0, "after an error they join again"
         assert made.order == BRACKET * 3, "NeMo-RL's own order also after an error"
         ray.get([worker.holds.remote() for worker in made.workers], timeout=SECONDS / 2)  # vLLM's call was ended
         made.set_faults(["", ""], ["", ""])
-        made.sync(3)
-        assert made.holds()
+        for seed in (3, 4):
+            made.sync(seed)
+            assert made.holds()
+        assert made.status().trainer_world_size == POLICIES
+    finally:
+        made.kill()
+
+
+def test_on_shared_gpus_copies_are_freed_after_each_update_if_the_user_wants_that(
+    folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocated.ColocatedSynchronizer, "chosen", {"keep_copy": False})
+    made = ColocatedRefits(generation_config(folder, colocated=True), model)
+    try:
+        for seed in range(2):
+            made.sync(seed)
+            assert made.holds()
+            assert made.status().trainer_world_size == 0
     finally:
         made.kill()
 

@@ -25,6 +25,7 @@ from weightsync.engines.vllm import in_call
 from weightsync.errors import Aborted, RoundFailed
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.nemo_rl.engine import RefitEngine, _replica_of
+from weightsync.trainer.trainer import Trainer
 
 SECONDS = 12.0
 
@@ -269,6 +270,24 @@ def test_a_policy_that_leaves_without_an_update_ends_vllms_call_at_once(both: Bo
     both.begin()
     try:
         both.update(10)
+    finally:
+        both.end()
+
+
+@pytest.mark.parametrize(("keep_copy", "in_place", "stays"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_after_an_update_on_shared_gpus_a_policy_rank_stays_joined_only_with_a_copy_that_it_keeps(
+    both: Both, keep_copy: bool, in_place: bool, stays: bool
+) -> None:
+    both.begin(keep_copy=keep_copy)
+    try:
+        own = cast(RefitEngine, both.policy.checkpoint_engine)
+        both.update(11)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "in_place", in_place)
+            assert own.end_update(1) == stays
+        assert (own._sender._trainer is not None) == stays
+        assert not own.end_update(2), "nothing was sent since then"
+        assert own._sender._trainer is None
     finally:
         both.end()
 

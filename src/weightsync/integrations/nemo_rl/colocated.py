@@ -94,13 +94,16 @@ class ColocatedSynchronizer(IPCWeightSynchronizer):  # type: ignore[misc]
         return self._vllms("read_shards", call=self._call) if self._direct else self._engines.update_weights_via_ipc_zmq()
 
     def _offload(self) -> None:
-        """Free what policy workers published before they offload their model, and before vLLM wakes its cache.
+        """Free what policy workers published, unless they keep it, before they offload their model and vLLM wakes its cache.
 
         If they failed before they published, this ends vLLM's call, for which waking its cache waits.
         """
         if self._joined:
             self._joined = False
-            ray.get(self._calls._run_policy("finalize", call=self._call))
+            stay = ray.get(self._calls._run_policy("end_update", call=self._call))
+            self._joined = all(stay)
+            if any(stay) and not self._joined:  # all join again together
+                ray.get(self._calls._run_policy("finalize"))
         self._owned.offload_after_refit()
 
 

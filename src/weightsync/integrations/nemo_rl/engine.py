@@ -77,6 +77,8 @@ class RefitEngine:
         """A policy worker's model, and what it publishes."""
         self._direct = self._leads = False
         """Whether vLLM's workers read the shards of policy ranks, and whether this is the first of them."""
+        self._sent = False
+        """Whether this policy rank has sent since :meth:`end_update`."""
         self._owned, self._hosting = ExitStack(), ExitStack()
         self._owned.push(self._hosting)  # closed after the sender
         self._sender = StreamSender(self._options, bucket_size, "policy", self._owned)
@@ -189,6 +191,18 @@ class RefitEngine:
         self._sender.leave(call if self._leads else 0)
         self._leave()
 
+    def end_update(self, call: int) -> bool:
+        """On shared GPUs, free what this policy rank published, unless it keeps a copy. Returns whether it stays joined.
+
+        NeMo-RL offloads its parameters then, so a rank stays only if the engines read a copy. One that failed leaves, which ends
+        vLLM's ``call``.
+        """
+        sent, self._sent = self._sent, False
+        if sent and self._sender.keeps_copy:
+            return True
+        self.finalize(call)
+        return False
+
     def _leave(self) -> None:
         if hasattr(self._worker, "weightsync_leave"):
             self._worker.weightsync_leave()
@@ -202,6 +216,7 @@ class RefitEngine:
         Where vLLM's workers read the shards of policy ranks, ``weights`` are not iterated over: nothing of them is gathered.
         """
         result = await self._sender.send(None if self._direct else weights, self._meeting)
+        self._sent = True
         if self._direct and self._leads:
             stream_ranks.say_verified("policy", all(replica.verified == "installed" for replica in result.replicas))
 

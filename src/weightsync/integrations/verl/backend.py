@@ -55,8 +55,6 @@ class EngineOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     shards: bool = False
     """Whether actor ranks publish their own shards also where rollout ranks receive whole tensors."""
-    keep_copy: bool = True
-    """Whether a colocated actor rank keeps its converted copy between updates, in GPU memory, instead of making it each time."""
 
 
 Way: TypeAlias = Literal["direct", "shards", "stream", "adapter"]

@@ -216,7 +216,7 @@ def apply_changes(
         kept: Address of as many units: the words that are replaced, each in the place of its successor's value.
         step: 0 keeps what is in the target, and adds to ``out[row]`` what replacing it would add to the row's digest. 1 replaces
             it. 2 writes back what was kept. 3 adds what the target's difference from what was kept adds.
-        then: The next step of each tile, while its target is in the cache; ``step`` again for none.
+        then: The next step of each block, taken after the ``step`` of the block that follows; ``step`` again for none.
         out: Address of the digests, a ``uint64`` for each row of the target layout.
         columns: Address of the constants, see :class:`~weightsync.tensors.digest.DigestConstants`.
         stop: Address of a byte. Once it is not zero, this returns early.
@@ -234,11 +234,12 @@ def apply_changes(
         lead, lead_step, blocks = raw.int64(row, 7), raw.int64(row, 8), raw.int64(row, 11)
         first_byte, byte_step = raw.int64(row, 9), raw.int64(row, 10)
         straight = rows == 1 or (stride == size and target_stride == size)  # the tile is one piece in both memories, as most are
-        for turn in range(1 if step == then else 2):
-            doing = step if turn == 0 else then
-            total = np.uint64(0)
-            for block in range(begin // CHANGE_BLOCK, (begin + (rows - 1) * stride + size - 1) // CHANGE_BLOCK + 1):
-                count = np.int64(raw.load16(counts, section + block))
+        start, end = begin // CHANGE_BLOCK, (begin + (rows - 1) * stride + size - 1) // CHANGE_BLOCK + 1
+        turns, total = 1 if step == then else 2, np.uint64(0)
+        for number in range(start, end + turns - 1):
+            for turn in range(turns):  # ``then`` follows a block behind: it computes while the processor writes and fetches
+                block, doing = number - turn, step if turn == 0 else then
+                count = np.int64(raw.load16(counts, section + block)) if start <= block < end else np.int64(0)
                 if count == 0:
                     continue
                 room = min(np.int64(CHANGE_BLOCK), nbytes - block * CHANGE_BLOCK)
@@ -316,5 +317,5 @@ def apply_changes(
                         last_key, factor = key, raw.factor(key, columns)
                     column = np.uint64(raw.load32(columns, (where >> 2) & _MASK))
                     total += factor * (column * (difference << np.uint64(8 * (where & 3))))
-            raw.put(out, raw.int64(row, 6), raw.load64(out, raw.int64(row, 6)) + total)
+        raw.put(out, raw.int64(row, 6), raw.load64(out, raw.int64(row, 6)) + total)
     return last - first

@@ -115,6 +115,8 @@ class RolloutServer:
                     info: dict[str, Any] = {"weight_version": said.label()}
                 elif path == "/v1/models":
                     info = {"data": [{"id": name} for name in said.models()]}
+                elif path == "/version":
+                    info = {"version": "0.25.0"}
                 else:
                     info = {"vllm_config": {"weight_transfer_config": {"backend": said.backend}, **said.config}}
                 body = json.dumps(info).encode()
@@ -184,8 +186,11 @@ def test_a_server_that_is_not_the_updated_replica_ends_the_training(rollout: Rol
             publisher.publish(made)
         publisher.close()
         rollout.lacks = "/weight_info"
-        with pytest.raises(ConfigurationError, match="VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(ConfigurationError, match=r"is release 0\.25\.0 and has no route /weight_info, .*Use vLLM 0\.27"):
             update(transfer, Training(rollout.url), Source(3))
+        rollout.lacks = "/server_info"
+        with pytest.raises(ConfigurationError, match="Restart it with its development routes: VLLM_SERVER_DEV_MODE=1"):
+            update(transfer, Training(rollout.url), Source(4))
 
 
 def test_a_server_without_our_backend_is_refused_before_anything_is_waited_for(rollout: RolloutServer) -> None:

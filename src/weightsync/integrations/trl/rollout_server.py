@@ -48,7 +48,7 @@ class RolloutServer:
 
         Raises:
             ConfigurationError: It serves something else, so TRL would sample from a policy that no update reaches; or it does not
-                answer, or has no development routes.
+                answer, has no development routes, or is a vLLM before 0.27, which has no labels.
         """
         labels = self.labels() if adapter else [str(self._get("/weight_info").get("weight_version"))]
         if str(version) not in labels:
@@ -63,5 +63,10 @@ class RolloutServer:
         try:
             body = self._http.call(HttpCall("GET", path), Deadline(_SECONDS))
         except WeightSyncError as error:
+            if path == "/weight_info" and _NO_ROUTE in str(error):  # the development routes were there for check_backend()
+                raise ConfigurationError(
+                    f"the vLLM server at {self._url} is release {self._get('/version').get('version')} and has no route {path}, "
+                    f"where weightsync asks whether TRL samples from updated weights. Use vLLM 0.27 or newer: {_START}"
+                ) from error
             raise ConfigurationError(f"the vLLM server at {self._url} does not answer: {error}") from error
         return body if isinstance(body, dict) else {}

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from weightsync.engine.lora_memory import LoraMemory
 from weightsync.model import Manifest, PauseMode, Version
 from weightsync.model.lora import AdapterSpec, LoraSlots
 from weightsync.tensors.shards import Shard
@@ -219,10 +220,19 @@ class EngineAdapter:
         if self.lora_versions is not None:
             self.lora_versions.check(spec, manifest)
 
+    def lora_memory(self) -> LoraMemory | None:
+        """Return memory for a version of the adapter that was checked last, which :meth:`stage_lora` gets, filled, and may keep.
+
+        ``None`` if this engine makes copies in any case.
+        """
+        return None
+
     def stage_lora(
         self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor] | str | None:
-        """Take a copy of ``tensors`` (lent until this returns) as version ``label`` (``alice/math@3``), for no request yet.
+        """Take a copy of ``tensors`` as version ``label`` (``alice/math@3``), for no request yet.
+
+        They are lent until this returns, unless :meth:`lora_memory` gave them.
 
         Returns the copies by the same names, if they are plain copies that requests will compute with: they are digested then. An
         empty string, if :meth:`register_lora` will read them back where requests compute with them, and raise if they differ from

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from weightsync import failpoints
@@ -18,6 +19,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine.adapter import EngineAdapter
 from weightsync.engine.fill.direct import HostDirect
 from weightsync.engine.fill.filler import FillContext
+from weightsync.engine.lora_memory import LoraMemory
 from weightsync.engine.session import EngineSession
 from weightsync.engine.session_front import SessionFront
 from weightsync.errors import ConfigurationError, PlanMismatch, ProtocolError, VersionError, as_load_error, few
@@ -28,7 +30,7 @@ from weightsync.protocol.messages import Body, LetGo, Moved, Prepared
 from weightsync.protocol.worker import IncomingCall
 from weightsync.tensors.device_memory import digest_sums
 from weightsync.tensors.shards import Shard
-from weightsync.tensors.staging import Staging
+from weightsync.tensors.staging import Staging, check_free
 from weightsync.transports.host.memory import available_bytes
 
 _log = logging.getLogger(__name__)
@@ -45,19 +47,41 @@ class _NoWeights(EngineAdapter):
 
 
 class _LoraStaging(HostDirect):
-    """Fills memory for one version of one source's adapter, by at most one connection for each rank."""
+    """Fills memory for versions of one source's adapter, by at most one connection for each rank.
 
-    def __init__(self, context: FillContext, body: PrepareLora, manifest: Manifest) -> None:
+    It is ``own``, the engine's, for the first version, and other memory like it for later ones; ``None``: the same for all.
+    """
+
+    def __init__(self, context: FillContext, body: PrepareLora, manifest: Manifest, own: LoraMemory | None) -> None:
         layout = Layout.from_columns(manifest, body.plan.layout)
         if len(layout.regions) != 1:
             raise PlanMismatch(f"an adapter is staged in one piece, not in {len(layout.regions)}")
-        memory = Staging(manifest, layout, buffers=1, free=available_bytes())
-        super().__init__(replace(context, manifest=manifest), body.plan, layout, memory.addresses)
-        self._owned.callback(memory.close)
-        self.manifest, self._memory = manifest, memory
+        self._own, self._memory = own, Staging(manifest, layout, buffers=1, free=available_bytes()) if own is None else None
+        addresses = () if self._memory is None else self._memory.addresses
+        if own is not None:  # the same rows elsewhere: pieces must fill these
+            layout, addresses = own.layout, own.addresses
+        super().__init__(replace(context, manifest=manifest), body.plan, layout, addresses)
+        if self._memory is not None:
+            self._owned.callback(self._memory.close)
+        self.manifest = manifest
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._memory.tensors(0))
+    def use(self, own: LoraMemory | None, deadline: Deadline) -> None:
+        """Fill this memory next."""
+        self._own = own
+        if own is not None and own.addresses != self._addresses:
+            moved = (np.array(own.addresses) - np.array(self._addresses))[self.layout.region]
+            self._tables = [[tiles.moved(moved) for tiles in groups] for groups in self._tables]
+            self._addresses = own.addresses
+            self._readers.connect(self.plan.sources, self._tables, self.device, deadline, self._stopwatch)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What was received. The engine may keep what is its own."""
+        own, self._own = self._own, None
+        return dict(self._memory.tensors(0)) if self._memory is not None else own or {}
+
+    def free(self) -> None:
+        """Free the engine's memory, unless the engine has it."""
+        self._own = None
 
 
 class LoraRole(SessionFront):
@@ -162,13 +186,21 @@ class LoraRole(SessionFront):
         staging = self._staging
         if staging is None or staging.plan.digest != body.plan.digest or staging.plan.sources != body.plan.sources:
             self._release()
-            staging = self._staging = _LoraStaging(self._context, body, manifest)
+            check_free(manifest.nbytes, available_bytes())
+            staging = self._staging = _LoraStaging(self._context, body, manifest, self._memory(label))
             with OnFailure(self._release):
                 self.session.check_abort()  # an abort before the filler was in its place did not reach it
                 staging.prepare(deadline)
+        else:
+            with OnFailure(self._release):
+                staging.use(self._memory(label), deadline)
         self._prepared = spec, body.number
         failpoints.reached("engine.lora.prepared")
         return Prepared(digest=staging.digest, transports=staging.transports)
+
+    def _memory(self, label: str) -> LoraMemory | None:
+        with as_load_error(f"the engine has no memory for {label}"):
+            return self._adapter.lora_memory()
 
     def _stage(self, body: StageLora, deadline: Deadline) -> Moved:
         prepared, staging = self._prepared, self._staging
@@ -237,6 +269,8 @@ class LoraRole(SessionFront):
     def _unstage(self) -> None:
         """Free what an earlier attempt staged and did not register."""
         staged, self._staged, self._prepared = self._staged, None, None
+        if self._staging is not None:
+            self._staging.free()
         if staged is not None:
             self._adapter.drop_lora(staged[0])
 

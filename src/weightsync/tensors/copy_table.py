@@ -98,6 +98,12 @@ class CopyTable:
         """Return the tiles, which have keys, of ``wanted`` rows of the target's layout, ``bool[rows]``."""
         return CopyTable.of_table(self.table[wanted[self.table[:, _KEYS]]])
 
+    def moved(self, distances: Int64) -> CopyTable:
+        """Return the tiles, which have keys, to targets that are ``distances[row]`` bytes further, ``int64[rows]``."""
+        table = self.table.copy()
+        table[:, 3] += distances[table[:, _KEYS]]
+        return CopyTable.of_table(table)
+
     @classmethod
     def of_table(cls, table: Int64) -> CopyTable:
         """Make tiles from ``int64[n, 13]``, with columns in the order above."""

@@ -63,7 +63,7 @@ class Staging:
         sizes = [max(layout.regions[index :: self.buffers]) for index in range(self.buffers)]
         self.nbytes = sum(sizes)
         if device is None:
-            _check_free(self.nbytes, free)
+            check_free(self.nbytes, free)
         self._buffers: list[Buffer] = [staging_buffer(size, device) for size in sizes]
         starts = [buffer.data_ptr() if isinstance(buffer, torch.Tensor) else buffer.ctypes.data for buffer in self._buffers] or [0]
         self.addresses: tuple[int, ...] = tuple(starts[bucket % len(starts)] for bucket in range(self.buckets))
@@ -143,7 +143,7 @@ def staging_buffer(size: int, device: torch.device | None, free: int | None = No
             raise LayoutError(
                 f"no memory for a staging buffer of {size:,} bytes on {device}: use a smaller bucket_bytes"
             ) from error
-    _check_free(size, free)
+    check_free(size, free)
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # without huge pages it is only slower
@@ -153,7 +153,7 @@ def staging_buffer(size: int, device: torch.device | None, free: int | None = No
     return array
 
 
-def _check_free(size: int, free: int | None) -> None:
+def check_free(size: int, free: int | None) -> None:
     """Refuse what the operating system would end this process for, once it is touched."""
     if free is not None and size > free:
         raise LayoutError(

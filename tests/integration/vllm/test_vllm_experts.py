@@ -128,8 +128,9 @@ def parted(ranks: int, rank: int) -> Any:
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("scalings", [{}, {f"{WHOLE}.1.up_proj": 0.3}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_read_back_from_vllms_layer(
-    ranks: int, rank: int, scalings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ranks: int, rank: int, scalings: dict[str, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from weightsync.engines.vllm import loras
     from weightsync.errors import LoadError
@@ -141,12 +142,27 @@ def test_experts_are_read_back_from_vllms_layer(
     vllm = parted(ranks, rank)
     worker, layer = loras.WorkerLoras(vllm, 64, None, ranks), vllm.modules[WHOLE]
     for number in (1, 2):
-        tensors = {name: tensor for name, tensor in together(matrices(number)).items() if WHOLE in name}
+        tensors = {name: tensor.to(dtype) for name, tensor in together(matrices(number)).items() if WHOLE in name}
         worker.check(spec, manifest_of(tensors))
-        assert worker.stage(f"alice/math@{number}", spec, tensors) == "", "it can be read back"
+        memory = worker.memory()
+        assert (memory is None) == (dtype != vllm.lora_config.lora_dtype), "what is converted is copied in any case"
+        for name, place in (memory or {}).items():
+            place.copy_(tensors[name])
+        assert worker.stage(f"alice/math@{number}", spec, memory or tensors) == "", "it can be read back"
+        kept = worker.take(f"alice/math@{number}", number).loras[WHOLE]
+        if memory is not None:
+            first = [memory[f"base_model.model.{WHOLE}.0.{part}.lora_B.weight"] for part in ("gate_proj", "down_proj", "up_proj")]
+            assert [b.data_ptr() for b in kept.lora_b] == [b.data_ptr() for b in first], "vLLM keeps it where it was received"
         assert not any(bool(stack[number - 1].any()) for stack in layer.w13_lora_b_stacked), "nothing was written on the way"
         vllm._registered_adapters[number] = worker.take(f"alice/math@{number}", number)
         if number == 1:
+            expected: Any = worker._held["alice/math@1"].unread
+            kept.lora_b[1][2].mul_(1.0)
+            with pytest.raises(LoadError, match="vLLM wrote to the matrices"):
+                vllm.activate_adapter(number)
+            expected.__self__._written = [stack._version for stack in expected.__self__._stacks]
+            vllm.deactivate_adapter(number)
+            worker.take("alice/math@1", number)
             vllm.activate_adapter(number)
             assert worker._held["alice/math@1"].unread is None, "it was read back"
             continue

@@ -15,6 +15,7 @@ from weightsync.errors import LoadError
 from weightsync.model import PauseMode, Version
 
 if TYPE_CHECKING:
+    from weightsync.engine.lora_memory import LoraMemory
     from weightsync.engines.vllm.experts import MovingExperts
     from weightsync.engines.vllm.loras import WorkerLoras
 
@@ -60,7 +61,11 @@ class VllmWorkerAdapter(StagedAdapter):
         self.has_draft = draft_prefix is not None
         self._loaded: set[bool] = set()  # True for the draft model, False for the main model
         self._version: Version | None = None
-        self.lora_versions = loras
+        self.lora_versions = self._loras = loras
+
+    def lora_memory(self) -> LoraMemory | None:
+        """See :meth:`EngineAdapter.lora_memory`."""
+        return None if self._loras is None else self._loras.memory()
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """On rank 0, pause the engine and remove its label."""

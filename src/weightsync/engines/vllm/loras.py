@@ -7,7 +7,6 @@ which drops all adapters. It then gets the same object, whose scaling is folded 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,20 +19,24 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from weightsync.daemon_threads import in_daemon_thread
+from weightsync.engine.lora_memory import LoraMemory, stacked_layout
 from weightsync.engines.module_loras import check_range
 from weightsync.engines.staged_adapter import COMMIT_SECONDS
 from weightsync.engines.vllm.controls import LORA_PATH, LoraControls
 from weightsync.engines.vllm.lora_slots import LoraSlotLayout
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import ConfigurationError, LoadError, WeightSyncError
-from weightsync.model import Manifest, TensorSpec, Version
+from weightsync.model import Layout, Manifest, TensorSpec, Version
 from weightsync.model.lora import AdapterSpec, LoraModule, LoraSlots, adapter_label, check_extents, lora_modules
 from weightsync.tensors.memory_views import bytes_at
+from weightsync.tensors.shards import torch_dtype
 
 _OWN = "_weightsync_loras"
 _EXPERT_PARTS = 3  # gate, down and up, in vLLM's order
-_PIECE = 1 << 27
-"""Numbers in a piece of pinned memory that adapters share."""
+_PIECE = 1 << 28
+"""Bytes in a piece of pinned memory that matrices share, because torch rounds it up to a power of two, and pinning takes long."""
+_DIGEST_SECONDS = 60.0
 
 
 @dataclass
@@ -47,6 +50,8 @@ class _Arrangement:
     """Stacks of one matrix, which vLLM takes by its name."""
     experts: Mapping[str, Sequence[Sequence[TensorSpec]]]
     """For a module of experts: A of gate, down and up, each of all experts, then B."""
+    layout: Layout | None = None
+    """Where a version is received that vLLM keeps. ``None`` where it takes copies in another dtype."""
     slots: LoraSlotLayout | str | None = None
     """Where vLLM copies them, or why that is not known. ``None`` until one was staged."""
 
@@ -120,7 +125,11 @@ class WorkerLoras:
                     experts[whole] = stacks
         stacked = {given.name for stacks in experts.values() for stack in stacks for given in stack}
         single = [[given] for given in manifest if given.name not in stacked]
-        return _Arrangement(manifest, {module.b.name: module.name for module in named.values()}, single, experts)
+        arranged = _Arrangement(manifest, {module.b.name: module.name for module in named.values()}, single, experts)
+        if all(given.size and torch_dtype(given.dtype) == self._config.lora_dtype for given in manifest):
+            names = [[given.name for given in stack] for stack in arranged.stacks.values()]
+            arranged.layout = stacked_layout(manifest, names, _PIECE)
+        return arranged
 
     def _stacks_experts(self, whole: str) -> bool:
         """Whether vLLM stacks the matrices of gate, of down and of up of all experts: it has other ways for other models."""
@@ -128,40 +137,40 @@ class WorkerLoras:
         other = any(getattr(self._manager, name, False) for name in ("_is_non_gated_moe", "_enable_moe_shared_loras"))
         return type(layer).__name__ == "FusedMoEWithLoRA" and not getattr(layer, "use_ep", True) and not other
 
+    def memory(self) -> LoraMemory | None:
+        """See :meth:`EngineAdapter.lora_memory`."""
+        layout = self._arranged.layout
+        if layout is None:
+            return None
+        pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in layout.regions]
+        return LoraMemory(self._arranged.manifest, layout, pieces)
+
     def stage(self, label: str, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> str:
         """See :meth:`EngineAdapter.stage_lora`."""
-        arranged, dtype = self._arranged, self._config.lora_dtype
-        as_served = {name: _one_tensor([tensors[spec.name] for spec in stack]).to(dtype) for name, stack in arranged.stacks.items()}
-        scaled = dict[str, list[float]]()
+        arranged, dtype, config = self._arranged, self._config.lora_dtype, spec.config
+        if isinstance(tensors, LoraMemory):  # received where vLLM keeps it
+            by_name = {name: tensors.stack(name, len(stack)) for name, stack in arranged.stacks.items()}
+        else:
+            given = {name: [tensors[matrix.name] for matrix in stack] for name, stack in arranged.stacks.items()}
+            by_name = copied({name: _one_tensor(stack).to(dtype) for name, stack in given.items()})
         for name, stack in arranged.stacks.items():
-            modules = [arranged.modules.get(spec.name) for spec in stack]
-            factors = [1.0 if module is None else spec.config.scaling(module) for module in modules]
-            if set(factors) != {1.0}:
-                scaled[name] = factors
-        by_name = copied({name: as_served[name] for name in scaled})  # scaled there: what was received is lent
-        for name, factors in scaled.items():
-            parts = zip(by_name[name], factors, strict=True) if len(set(factors)) > 1 else [(by_name[name], factors[0])]
-            for part, factor in parts:
-                part.mul_(factor)
-        slots, digesting, plain = arranged.slots, None, {name: as_served[name] for name in as_served if name not in scaled}
-        as_served |= by_name
-        check_range(label, as_served.values())
-        with ThreadPoolExecutor(1, "weightsync-lora-digest") as beside:
-            if isinstance(slots, LoraSlotLayout):
-                digesting = beside.submit(slots.digests, as_served)
-            by_name |= copied(plain)
-            model = self._model(arranged, spec, by_name)
+            if name in arranged.modules:
+                each = [config.scaling(arranged.modules[b.name]) for b in stack] if config.scalings else [config.scaling("")]
+                for part, factor in zip(by_name[name], each, strict=True) if len(set(each)) > 1 else [(by_name[name], each[0])]:
+                    if factor != 1.0:
+                        part.mul_(factor)
+        check_range(label, by_name.values())
+        slots = arranged.slots
+        expected = _Expected(slots, by_name) if isinstance(slots, LoraSlotLayout) else None
+        model = self._model(arranged, spec, by_name)
         if slots is None:
             try:
                 slots = LoraSlotLayout(self._manager, model, by_name, self._ranks)
+                expected = _Expected(slots, by_name)
             except WeightSyncError as error:
                 slots = str(error)
             arranged.slots = slots
-        unread = None
-        if not isinstance(slots, str):  # digests of what was received and verified; of the copies only where they are scaled
-            digests = slots.digests(as_served) if digesting is None else digesting.result()
-            unread = partial(slots.check, digests=digests)
-        self._held[label] = _HeldModel(model, unread)
+        self._held[label] = _HeldModel(model, None if expected is None else expected.check)
         return slots if isinstance(slots, str) else ""
 
     def _model(self, arranged: _Arrangement, spec: AdapterSpec, by_name: Mapping[str, torch.Tensor]) -> LoRAModel:
@@ -233,18 +242,35 @@ def _helper(spec: AdapterSpec) -> PEFTHelper:
 
 
 def copied(stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one.
-
-    They share pieces of memory, because torch rounds pinned memory up to a power of two, and pinning takes long.
-    """
+    """Return a copy of each stack. It is pinned if there is a GPU: vLLM pins what is not, one by one."""
     copies, piece, left = dict[str, torch.Tensor](), torch.empty(0), sum(stack.numel() for stack in stacks.values())
     for name, stack in stacks.items():
         if piece.numel() < stack.numel():
-            room = max(stack.numel(), min(left, _PIECE))
+            room = max(stack.numel(), min(left, _PIECE // stack.itemsize))
             piece = torch.empty(room, dtype=stack.dtype, pin_memory=torch.cuda.is_available())
         copies[name] = piece[: stack.numel()].view(stack.shape).copy_(stack)
         piece, left = piece[stack.numel() :], left - stack.numel()
     return copies
+
+
+class _Expected:
+    """Digests of what slots must hold, of ``stacks``, taken on another thread while vLLM copies them to its layers."""
+
+    def __init__(self, slots: LoraSlotLayout, stacks: Mapping[str, torch.Tensor]) -> None:
+        self._slots, self._stacks = slots, list(stacks.values())
+        self._written = [stack._version for stack in self._stacks]
+        self._digests = in_daemon_thread(partial(slots.digests, stacks), "weightsync-lora-digest")
+
+    def check(self, index: int) -> None:
+        """Read slot ``index`` back. On the worker's thread.
+
+        Raises:
+            LoadError: It holds something else than was published.
+        """
+        digests = self._digests.result(_DIGEST_SECONDS)  # which has a deadline of this length itself
+        if [stack._version for stack in self._stacks] != self._written:
+            raise LoadError("vLLM wrote to the matrices that it was given: its memory cannot be compared with what was published")
+        self._slots.check(index, digests=digests)
 
 
 def _one_tensor(stack: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -375,8 +375,9 @@ class EngineProcess(Agent):
     @property
     def content(self) -> int | None:
         """The version that every byte here is of; -1 before the first; ``None`` for a mixture."""
-        if self._stale or self.role._staged is not None:
-            self._stale = False
+        staged = self.role._staged is not None
+        if self._stale or staged:
+            self._stale = staged  # and once more when that is gone: words may have been replaced in between
             held = self.memory.bytes.tobytes()
             if held not in self._known:
                 for number in self.world.numbers:

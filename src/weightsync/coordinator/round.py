@@ -182,11 +182,11 @@ async def _update_from(context: RoundContext, report: Report, placing: Placing, 
         with report.phase("stage"):  # in half of the time: the other half must suffice for all bytes
             staged = await stage(replica, engines, agreed, placement, _half(attempt_deadline()))
     async with _availability(context, report), out_of_service(context, report, engines) as serves:
-        if len(engines) == 1 and keyed is None and staged is None:
-            await _at_once(context, report, engines, agreed, placement, attempt_deadline())
+        report.base = None if staged is None else staged.base
+        serves.reverts_to = report.base if staged is not None and staged.reversible else None
+        if len(engines) == 1 and keyed is None:
+            await _at_once(context, report, serves, engines, agreed, placement, staged, attempt_deadline())
         else:
-            report.base = None if staged is None else staged.base
-            serves.reverts_to = report.base if staged is not None and staged.reversible else None
             await _step_by_step(context, report, serves, engines, agreed, placement, keyed, staged, attempt_deadline())
         serves(placement.version)
 
@@ -422,20 +422,24 @@ async def _step_by_step(
 
 
 async def _at_once(
-    context: RoundContext, report: Report, engines: Engines, agreed: TransferPlan, placement: Placement, limit: RoundDeadline
-) -> None:
+    context: RoundContext, report: Report, permit: _Permit, engines: Engines, agreed: TransferPlan, placement: Placement,
+    staged: StagedDelta | None, limit: RoundDeadline,
+) -> None:  # fmt: skip
     """Run all steps in one exchange, for a replica of a single rank. The rank compares the digests with the version's itself.
 
     The coordinator checks the reported digests again, tensor by tensor, so that it can name tensors that differ and need not trust
-    the rank.
+    the rank. Words of what was ``staged`` are put back unless the rank had begun to commit: then it refuses that.
     """
     report.enter("pause")  # routers must know before the engine pauses
     failpoints.reached("round.paused")
+    message = Update(placement.version, context.pause_mode, staged=staged is not None)
     with report.phase("move"):
-        updated = await on_all("update", limit, engines, Update(placement.version, context.pause_mode), Updated)
+        updated = await on_all("update", limit, engines, message, Updated)
     failpoints.reached("round.moved")
     [(member, answer)] = updated.items()
-    report.moved = whole(agreed, {member: answer.moved})
+    if answer.committed:
+        permit.reverts_to = None
+    report.moved = whole(agreed, {member: answer.moved}, {} if staged is None else staged.nbytes)
     with report.phase("verify"):
         await verify(agreed, report.moved, placement.digests, limit)
     failpoints.reached("round.verified")

@@ -429,9 +429,10 @@ class EngineRole(SessionFront):
         failpoints.reached("engine.reverted")
 
     def _commit(self, body: Commit, deadline: Deadline) -> None:
+        self._staged = None  # no words are put back once a rank may have committed
         super()._commit(body, deadline)
         self.loras.base_changed(body.version)
-        moved, self._moved, self._staged = self._moved, None, None
+        moved, self._moved = self._moved, None
         self._installed = None if moved is None else (body.version, *moved)
 
     def _pause(self, body: Pause, deadline: Deadline) -> None:
@@ -520,7 +521,7 @@ class EngineRole(SessionFront):
         started = time.perf_counter()
         self._pause(Pause(body.mode, version.number, version.epoch), deadline)
         paused = time.perf_counter()
-        moved = self._move(Move(version.number), deadline)
+        moved = self._move(Move(version.number, staged=body.staged), deadline)
         came = time.perf_counter()
         if not self._holds(version, moved, cover):
             return Updated(moved, False, paused - started, 0.0)  # in which tensors, the coordinator finds

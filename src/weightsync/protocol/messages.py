@@ -399,6 +399,8 @@ class Update(Message, frozen=True):
 
     version: Version
     mode: PauseMode
+    staged: bool = False
+    """Whether to move only what the last :class:`Stage` prepared, as in :class:`Move`."""
 
 
 class Updated(Message, frozen=True):

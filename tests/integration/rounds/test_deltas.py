@@ -255,11 +255,12 @@ def test_a_publication_that_fails_breaks_no_chain(joined: Joined) -> None:
 
 @pytest.mark.usefixtures("gate")
 @pytest.mark.parametrize("point", ["engine.move", "engine.applied", "engine.moved"])
-def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: str, ranks: int) -> None:
     source = model()
-    adapters = [Columns(source, rank, 2) for rank in range(2)]
+    adapters = [Columns(source, rank, ranks) for rank in range(ranks)]
     trainer = joined.trainer(source, deltas=True)
-    engines = [joined.engine(adapter, rank=rank, world_size=2) for rank, adapter in enumerate(adapters)]
+    engines = [joined.engine(adapter, rank=rank, world_size=ranks) for rank, adapter in enumerate(adapters)]
     trainer.wait_for_replicas()
     only(trainer)
     before = model()
@@ -277,11 +278,40 @@ def test_a_replica_whose_update_fails_serves_the_base_on(joined: Joined, point: 
     assert (replica.state, replica.version, replica.base) == ("loaded", 1, None)
     assert "full" in str(replica.error)
     assert all(adapter.holds(before) and not adapter.paused and adapter.finished == [1, 1] for adapter in adapters)
-    assert [engine.serving and engine.serving.number for engine in engines] == [1, 1]
+    assert [engine.serving and engine.serving.number for engine in engines] == [1] * ranks
     step(source)
     again = only(trainer)
     assert (again.error, again.base) == (None, 1)
     assert all(adapter.holds(source) for adapter in adapters)
+
+
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("point", ["engine.finish", "engine.committed", "engine.resumed"])
+def test_what_a_single_rank_may_have_committed_is_not_put_back(joined: Joined, point: str) -> None:
+    """Its pause, move, commit and resume are one exchange, which fails when the words are the new version's."""
+    source = model()
+    adapter = Columns(source)
+    trainer = joined.trainer(source, deltas=True)
+    engine = joined.engine(adapter)
+    trainer.wait_for_replicas()
+    only(trainer)
+    step(source)
+    once = threading.Lock()
+
+    def fail(name: str) -> None:
+        if name == point and once.acquire(blocking=False):
+            raise OSError("the disk of this test is full")
+
+    failpoints.install(fail)
+    replica = only(trainer)
+    failpoints.install(lambda name: None)
+    assert (replica.state, replica.version, engine.serving) == ("dirty", None, None)
+    assert "full" in str(replica.error)
+    assert adapter.holds(source) and adapter.paused
+    step(source)
+    again = only(trainer)
+    assert (again.error, again.base) == (None, None)
+    assert adapter.holds(source) and not adapter.paused
 
 
 @pytest.mark.usefixtures("gate")

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -42,6 +43,7 @@ from benchmarks.gpu_vllm import shapes_only, share_of_gpu, tiny
 from benchmarks.trl_sync import free_port
 from weightsync.config import Address, ClientSettings, Secret, ServerSettings
 from weightsync.errors import RoundFailed
+from weightsync.model import Manifest
 from weightsync.server.client import Client
 from weightsync.server.server import BackgroundServer
 
@@ -84,11 +86,14 @@ def of_experts(folder: str) -> tuple[dict[str, tuple[int, int]], list[str]]:
     return projections, ["--gpu-memory-utilization", "0.1", "--compilation-config", graphs]
 
 
-def of_suite(folder: str, name: str) -> tuple[dict[str, tuple[int, int]], list[str]]:
+def of_suite(folder: str, name: str, layers: int) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """The same of a model of the GPU suite, of which only shapes are written; and vLLM's flags for it."""
     from weightsync_bench.gpu_job import manifest_for
 
-    manifest = manifest_for(name)
+    number = re.compile(r"model\.layers\.(\d+)\.")
+    manifest = Manifest(
+        spec for spec in manifest_for(name) if (match := number.match(spec.name)) is None or not layers or int(match[1]) < layers
+    )
     shapes_only(folder, manifest)  # type: ignore[no-untyped-call]
     projections = {
         spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1]) for spec in manifest if spec.name.endswith("_proj.weight")
@@ -164,7 +169,7 @@ def serving(folder: str, flags: Sequence[str], rank: int, coordinator: Backgroun
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "base", *flags,
         "--skip-tokenizer-init", "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "8",
         "--host", "127.0.0.1", "--port", str(port), "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "6",
-        "--max-lora-rank", str(rank), "--weight-transfer-config", '{"backend": "weightsync"}',
+        "--max-lora-rank", str(max(8, 1 << (rank - 1).bit_length())), "--weight-transfer-config", '{"backend": "weightsync"}',
     ]  # fmt: skip
     environment = {"WEIGHTSYNC_COORDINATOR": coordinator.url, "WEIGHTSYNC_TOKEN_FILE": str(token), "WEIGHTSYNC_REPLICA": "vllm"}
     with none_outlives(), subprocess.Popen(command, env=os.environ | environment, stdout=sys.stderr) as process:
@@ -229,7 +234,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"requests": len(ranked)} | {f"p{share}_ms": round(1000 * value, 1) for share, value in of.items()}
 
 
-def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, Any]:
+def measured(model: str, rank: int, versions: int, minutes: int, layers: int = 0) -> dict[str, Any]:
     """See the module."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         if model in ON_CPU:
@@ -237,7 +242,7 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
             os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
             projections, flags, device = dense(folder, *ON_CPU[model]), ["--enforce-eager"], "cpu"
         else:
-            projections, flags = of_experts(folder) if model == "moe" else of_suite(folder, model)
+            projections, flags = of_experts(folder) if model == "moe" else of_suite(folder, model, layers)
             device = f"cuda:{torch.cuda.device_count() - 1}"
         state = adapter(projections, rank, device)
         seen: dict[str, Any] = {"tensors": len(state), "bytes": sum(tensor.nbytes for tensor in state.values())}
@@ -273,7 +278,8 @@ def measured(model: str, rank: int, versions: int, minutes: int) -> dict[str, An
                         differ.append(published != served.answers("base"))
                         served.unload(f"twice{seed}")
                     served.unload(f"own{seed}")
-                    parts = ", ".join(f"{name} {1000 * value:.0f}" for name, value in result.phases.items())
+                    phases = result.phases | result.replicas[0].phases
+                    parts = ", ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
                     print(f"version {number}: published in {taken[-1]:.3f} s ({parts} ms), by vLLM in {own[-1]:.3f} s", flush=True)
                 (replica,) = result.replicas
                 seen |= {
@@ -333,9 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--versions", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=0, help="keep so many layers of a MODEL")
     parser.add_argument("--minutes", type=int, default=0)
     options = parser.parse_args(arguments)
-    print("RESULT " + json.dumps(measured(options.model, options.rank, options.versions, options.minutes)), flush=True)
+    seen = measured(options.model, options.rank, options.versions, options.minutes, options.layers)
+    print("RESULT " + json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from weightsync.engines.vllm import in_call
-from weightsync.errors import Aborted, RoundFailed
+from weightsync.errors import Aborted, ConfigurationError, RoundFailed
 from weightsync.integrations import stream_ranks
 from weightsync.integrations.nemo_rl.engine import RefitEngine, _replica_of
 from weightsync.trainer.trainer import Trainer
@@ -288,6 +288,22 @@ def test_after_an_update_on_shared_gpus_a_policy_rank_stays_joined_only_with_a_c
         assert (own._sender._trainer is not None) == stays
         assert not own.end_update(2), "nothing was sent since then"
         assert own._sender._trainer is None
+    finally:
+        both.end()
+
+
+def test_a_policy_rank_that_stays_joined_does_not_publish_a_model_that_its_worker_has_replaced(both: Both) -> None:
+    both.begin()
+    try:
+        own = cast(RefitEngine, both.policy.checkpoint_engine)
+        both.update(12)
+        assert own.end_update(1)
+        both.policy.model = PolicyWorker(both.policy.cfg["model_name"]).model
+        with pytest.raises(ConfigurationError, match="another model than the one with which it joined"):
+            both.policy.send_weights_via_checkpoint_engine()
+        assert not own.end_update(2), "it leaves, to join again with the model that it has now"
+        both.begin()
+        both.update(13)
     finally:
         both.end()
 

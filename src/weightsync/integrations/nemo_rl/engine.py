@@ -214,7 +214,16 @@ class RefitEngine:
         """Bring ``weights`` from a policy rank to all vLLM workers: see :meth:`StreamSender.send`.
 
         Where vLLM's workers read the shards of policy ranks, ``weights`` are not iterated over: nothing of them is gathered.
+
+        Raises:
+            ConfigurationError: The worker's model was replaced since this rank joined.
+            WeightSyncError: As :meth:`StreamSender.send`.
         """
+        if self._direct and self._made is not None and self._made[0] is not self._worker.model:
+            raise ConfigurationError(
+                "this policy worker has another model than the one with which it joined, which would be published: let all ranks "
+                "leave (finalize) and join again"
+            )
         result = await self._sender.send(None if self._direct else weights, self._meeting)
         self._sent = True
         if self._direct and self._leads:

@@ -308,6 +308,21 @@ def test_a_policy_rank_that_stays_joined_does_not_publish_a_model_that_its_worke
         both.end()
 
 
+def test_a_send_that_ends_after_its_update_does_not_let_a_rank_stay_that_fails_in_the_next_one(both: Both) -> None:
+    both.begin()
+    try:
+        own = cast(RefitEngine, both.policy.checkpoint_engine)
+        both.update(14)  # end_update() came before it was over
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(own._sender, "send", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                both.policy.send_weights_via_checkpoint_engine()
+        assert not own.end_update(1)
+        assert own._sender._trainer is None
+    finally:
+        both.end()
+
+
 def test_workers_of_one_vllm_are_ranks_of_one_replica() -> None:
     about = [{"name": name, "rank": rank} for name, rank in (("a", 0), ("b", 1), ("c", 0), ("d", 1))]
     assert [_replica_of(own, about) for own in about] == ["a", "a", "c", "c"]

@@ -219,6 +219,7 @@ class RefitEngine:
             ConfigurationError: The worker's model was replaced since this rank joined.
             WeightSyncError: As :meth:`StreamSender.send`.
         """
+        self._sent = False  # an earlier send may have ended after end_update(): methods of an actor overlap
         if self._direct and self._made is not None and self._made[0] is not self._worker.model:
             raise ConfigurationError(
                 "this policy worker has another model than the one with which it joined, which would be published: let all ranks "

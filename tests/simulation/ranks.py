@@ -211,6 +211,7 @@ class SimulatedAdapter(EngineAdapter):
 
     def finish(self, version: Version) -> None:
         self._pass("finish")
+        self._process._stale = True  # words that were replaced since the last look are not reported one by one
         self._process.label = version
         self._process.world.labelled(self._process)
 

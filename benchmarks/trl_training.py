@@ -9,7 +9,8 @@ by PyTorch's.
 
 A small Qwen3 with random weights learns to answer with letters of the first half of its alphabet. All runs go at the same
 time, each with a separate vLLM server on the first GPU and a separate trainer on the last one, so that the ways share the
-machine's noise. TRL's own way needs two GPUs. On a CPU the runs go one after the other. Prints one line of JSON per run.
+machine's noise. TRL's own way needs two GPUs. On a CPU the runs go one after the other. Prints one line of JSON per run, and to
+standard error how far each is.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _train_async(options) -> None:
     questions = [[{"role": "user", "content": prompt}] for prompt in _PROMPTS]
     trainer = AsyncGRPOTrainer(
         model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": questions}),
-        processing_class=words, weight_transfer=transfer,
+        processing_class=words, weight_transfer=transfer, callbacks=[_telling(options)],
     )  # fmt: skip
     trainer.train()
     logged = trainer.state.log_history
@@ -139,7 +140,7 @@ def _train(options) -> None:
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=options.directory, args=args, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": _PROMPTS}),
-        processing_class=AutoTokenizer.from_pretrained(options.directory, padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(options.directory, padding_side="left"), callbacks=[_telling(options)],
     )  # fmt: skip
     own, syncs = trainer.vllm_generation.sync_weights, []
 
@@ -162,6 +163,19 @@ def _train(options) -> None:
     trainer.train()
     ours = trainer.vllm_generation._weightsync.result if options.way == "weightsync" else None
     _show(options, trainer.state.log_history, times, syncs, ours)
+
+
+def _telling(options):
+    """A callback that says how far a run is, ten times."""
+    from transformers import TrainerCallback
+
+    class Telling(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            if "reward" in logs and state.global_step % max(1, options.steps // 10) == 0:
+                at = f"step {state.global_step} of {options.steps}, reward {logs['reward']:.3f}"
+                print(f"{options.way}, seed {options.seed}: {at}", file=sys.stderr, flush=True)
+
+    return Telling()
 
 
 def _show(options, logged, steps, syncs, result) -> None:

@@ -120,9 +120,12 @@ def digest_memory(manifest: Manifest, layout: Layout, addresses: Sequence[int]) 
     return out
 
 
-def in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64) -> list[T]:
-    """Let threads do ``work`` in ranges of about equal bytes, each into an array that is added to ``out``; its results."""
-    edges = _shares(nbytes)
+def in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64, cores_each: int = _CORES_EACH) -> list[T]:
+    """Let threads do ``work`` in ranges of about equal bytes, each into an array that is added to ``out``; its results.
+
+    There is a thread for every ``cores_each`` cores, at most eight.
+    """
+    edges = _shares(nbytes, cores_each)
     parts = [np.zeros_like(out) for _ in edges[2:]]
     others = list[Future[T]]()
     try:
@@ -148,12 +151,12 @@ def _outlast(others: Sequence[Future[Any]]) -> None:
         raise interrupted
 
 
-def _shares(nbytes: Int64) -> list[int]:
+def _shares(nbytes: Int64, cores_each: int = _CORES_EACH) -> list[int]:
     """Cut items of ``nbytes`` into as many ranges of about equal bytes as threads work on them; the edges of the ranges."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ends = np.cumsum(nbytes)
     total = int(ends[-1]) if len(ends) else 0
-    threads = min(cores // _CORES_EACH, _MOST_THREADS, total // _LEAST_BYTES)
+    threads = min(cores // cores_each, _MOST_THREADS, total // _LEAST_BYTES)
     if threads < 2:
         return [0, len(ends)]
     cuts = np.searchsorted(ends, total * np.arange(1, threads) // threads)

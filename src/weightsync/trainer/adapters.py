@@ -355,9 +355,10 @@ def check_finite(shards: Sequence[Shard], what: str, stacks: Stacks) -> None:
     In few launches, because an adapter of experts has 18,000 matrices: one for each takes ten times as long. A sum is not finite if
     one of its numbers is not, and takes a tenth of the time of looking at each. If it overflows, each is looked at.
     """
-    sums = [torch.stack([shards[index].tensor for index in same]).to(dtype).sum() for same, dtype in stacks]
+    stacked = ((torch.stack([shards[index].tensor for index in same]).to(dtype), dtype) for same, dtype in stacks)
+    sums = [tensor.sum(dtype=torch.float32 if dtype.itemsize == 1 else None) for tensor, dtype in stacked]  # torch adds no 8 bits
     for (same, dtype), total in zip(stacks, sums, strict=True):
         if not math.isfinite(total.item()):
             for shard in (shards[index] for index in same):
-                if not shard.tensor.to(dtype).isfinite().all():
+                if not shard.tensor.to(dtype).double().isfinite().all():
                     raise ConfigurationError(f"{what} is not published: {shard.name} holds NaN or infinity as {dtype_name(dtype)}")

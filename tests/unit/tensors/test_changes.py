@@ -253,7 +253,7 @@ def test_matrices_of_many_blocks_too(share: float, ranks: int, dim: int, monkeyp
 
 @pytest.mark.parametrize("share", SHARES)
 def test_several_threads_do_the_same(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_shares", lambda nbytes: [len(nbytes) * part // 4 for part in range(5)])
+    monkeypatch.setattr(copies, "_shares", lambda nbytes, _: [len(nbytes) * part // 4 for part in range(5)])
     for seed in range(5):
         check_there_and_back("host", seed, share, 1 + seed % 3, seed % 3, swapped=seed % 2 == 0)
 

@@ -97,6 +97,7 @@ def test_many_cores_copy_and_digest_the_same(cores: int, monkeypatch: pytest.Mon
     tables = [table for per_source in tiles for table in per_source if len(table)]
     threads = [len(copies._shares(table.rows * table.row_bytes)) - 1 for table in tables]
     assert max(threads) == {1: 1, 8: 4, 12: 6, 64: 8}[cores]
+    assert max(len(copies._shares(table.rows * table.row_bytes, 1)) - 1 for table in tables) == min(cores, 8)
     for table in tables:
         edges = copies._shares(table.rows * table.row_bytes)
         assert edges == sorted(edges)

@@ -65,7 +65,7 @@ def test_merged_weights_are_no_base() -> None:
         base_weights(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2])
 @pytest.mark.parametrize("numbers", [(math.inf, -math.inf), (math.nan, 0.0), (0.0, -math.inf), (None, None), (1.0, -1.0)])
 def test_a_number_that_is_not_finite_is_seen_among_many_and_a_sum_that_is_not_finite_is_none(
     numbers: tuple[float | None, float | None], dtype: torch.dtype

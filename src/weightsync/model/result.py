@@ -67,6 +67,11 @@ class ReplicaResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     since: int | None = None
     """Earlier round since which each result that this trainer got had the same ``error`` for this replica."""
 
+    @property
+    def guarantee(self) -> str:
+        """Meaning of ``verified`` as a sentence; empty if nothing was verified."""
+        return GUARANTEES.get(self.verified, "")
+
 
 class RoundResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of one attempt to bring replicas to a version.

@@ -32,7 +32,7 @@ from weightsync.errors import Aborted, ProtocolError
 from weightsync.model import Layout, Manifest
 from weightsync.planning.geometry import spread
 from weightsync.tensors.change_kernels import CHANGE_BLOCK, TILE_COLUMNS, apply_changes, find_changes, unite_changes
-from weightsync.tensors.copies import in_threads
+from weightsync.tensors.copies import CORES_EACH, in_threads
 from weightsync.tensors.copy_table import TILE_BYTES, CopyTable, joined_tables
 from weightsync.tensors.digest import columns_address
 
@@ -364,7 +364,7 @@ class HostChanges(Changes):
             )  # fmt: skip
 
         # In the pause nothing else runs here, and each core waits for memory. Step 0 is taken while the engine serves.
-        finished = in_threads(run, tiles[:, 4] * tiles[:, 5], digests, cores_each=2 if steps == (0,) else 1)
+        finished = in_threads(run, tiles[:, 4] * tiles[:, 5], digests, cores_each=CORES_EACH if steps == (0,) else 1)
         if min(finished) < 0:
             raise ProtocolError(f"the changes of block {-1 - min(finished)} of the source are not in order, or outside of it")
         if sum(finished) < len(tiles):

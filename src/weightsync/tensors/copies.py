@@ -19,7 +19,7 @@ from weightsync.tensors.digest import columns_address, digest_rows
 from weightsync.tensors.kernels import copy_table
 
 _NEVER = np.zeros(1, np.int8)
-_CORES_EACH, _MOST_THREADS = 2, 8  # a host has an engine and a trainer rank for each GPU, and they compute too
+CORES_EACH, _MOST_THREADS = 2, 8  # a host has an engine and a trainer rank for each GPU, and they compute too
 _LEAST_BYTES = 2 << 20  # for which a thread is worth waking
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def digest_memory(manifest: Manifest, layout: Layout, addresses: Sequence[int]) 
     return out
 
 
-def in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64, cores_each: int = _CORES_EACH) -> list[T]:
+def in_threads(work: Callable[[int, int, UInt64], T], nbytes: Int64, out: UInt64, cores_each: int = CORES_EACH) -> list[T]:
     """Let threads do ``work`` in ranges of about equal bytes, each into an array that is added to ``out``; its results.
 
     There is a thread for every ``cores_each`` cores, at most eight.
@@ -151,7 +151,7 @@ def _outlast(others: Sequence[Future[Any]]) -> None:
         raise interrupted
 
 
-def _shares(nbytes: Int64, cores_each: int = _CORES_EACH) -> list[int]:
+def _shares(nbytes: Int64, cores_each: int = CORES_EACH) -> list[int]:
     """Cut items of ``nbytes`` into as many ranges of about equal bytes as threads work on them; the edges of the ranges."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ends = np.cumsum(nbytes)

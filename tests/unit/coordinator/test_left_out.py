@@ -248,6 +248,8 @@ def test_a_result_reads_as_three_lines() -> None:
     assert "mine-0 (installed: " in second
     assert "mine-1 (received: weaker" in second
     assert third == "  not updated: odd (refused: first; second)"
+    assert "weaker" in result.replicas[1].guarantee
+    assert not result.replicas[2].guarantee
     many = RoundResult(3, version, False, 0, 0.25, {}, tuple(one(f"r{index}", "lost", "", "x" * 500) for index in range(99)))
     assert len(str(many)) < 3000
 

@@ -258,6 +258,18 @@ def test_several_threads_do_the_same(share: float, monkeypatch: pytest.MonkeyPat
         check_there_and_back("host", seed, share, 1 + seed % 3, seed % 3, swapped=seed % 2 == 0)
 
 
+def test_only_what_runs_in_the_pause_has_a_thread_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def shares(nbytes: np.ndarray, cores_each: int) -> list[int]:
+        asked.append(cores_each)
+        return [0, len(nbytes)]
+
+    monkeypatch.setattr(copies, "_shares", shares)
+    check_there_and_back("host", 0, 0.01, 1, 0, swapped=False)
+    assert (asked[0], set(asked[1:])) == (copies.CORES_EACH, {1}), "step 0 is taken while the engine serves"
+
+
 @pytest.mark.timeout(400)  # the interpreter is slow
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize(("share", "ranks", "dim", "swapped", "offset", "on_host"), [

@@ -173,7 +173,8 @@ def _telling(options):
         def on_log(self, args, state, control, logs=None, **_):
             if "reward" in logs and state.global_step % max(1, options.steps // 10) == 0:
                 at = f"step {state.global_step} of {options.steps}, reward {logs['reward']:.3f}"
-                print(f"{options.way}, seed {options.seed}: {at}", file=sys.stderr, flush=True)
+                apart = f", policies {logs['kl']:.4f} apart" if "kl" in logs else ""
+                print(f"{options.way}, seed {options.seed}: {at}{apart}", file=sys.stderr, flush=True)
 
     return Telling()
 
@@ -191,6 +192,8 @@ def _show(options, logged, steps, syncs, result) -> None:
         "sync_ms": round(statistics.median(syncs[2:] or syncs), 1),
         "finished": {name: count for name, count in reasons.items() if count},
     }  # fmt: skip
+    if apart := [logs["kl"] for logs in logged if "kl" in logs]:  # of the trainer's policy and the one that was sampled from
+        row["kl"] = round(statistics.median(apart), 5)
     if result is not None:
         (replica,) = result.replicas
         row |= {"delivery": replica.delivery, "verified": replica.verified, "transports": list(replica.transports)}

@@ -315,14 +315,15 @@ def training(data: Any) -> str:
         ours = row["way"] == "weightsync"
         canvas.path(points, "ours-line" if ours else "line", 2.5 if ours else 7)
     canvas.text(left, top + height + 30, f"training step 1 to {steps}; reward between 0 and 1", 18, "soft")
-    for place, way, label in ((0, "weightsync", "weightsync"), (380, "own", "TRL's own sync")):
+    for place, way, label in ((0, "weightsync", "weightsync"), (410, "own", "TRL's own sync")):
         ours = way == "weightsync"
         canvas.path(
             [(left + place, top + height + 60), (left + place + 40, top + height + 60)],
             "ours-line" if ours else "line",
             2.5 if ours else 7,
         )
-        cut = sum(sum(row["finished"].values()) - row["finished"].get("length", 0) for row in rows if row["way"] == way)
+        ends = [end for row in rows if row["way"] == way for end in row["finished"].items()]
+        cut = sum(count for reason, count in ends if reason not in {"length", "stop"})
         step = sorted(row["step_ms"] for row in rows if row["way"] == way)
         canvas.text(left + place + 50, top + height + 66, f"{label}: {step[len(step) // 2]:.0f} ms per step, {cut} cut", 18)
     return canvas.svg()

@@ -184,6 +184,7 @@ PICTURES: dict[str, tuple[Callable[[Any], str], str]] = {
     "states": (diagrams.states, "states.json"),
     "torn": (diagrams.torn, "torn.json"),
     "training": (diagrams.training, "trl_training.json"),
+    "training_async": (diagrams.training, "trl_training_async.json"),
     "grpo": (grpo, "grpo.json"),
     "faults": (faults, "faults.json"),
     "demo": (demo, "demo.json"),

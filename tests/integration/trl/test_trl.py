@@ -156,8 +156,9 @@ def test_other_trainers_and_a_server_without_lora(served: Served, kind: str) -> 
 
 
 @pytest.mark.rare
-def test_two_ranks_of_fsdp2_publish_their_shards(served: Served) -> None:
-    check(served.train("fsdp2", *LAUNCHER)["updates"], 4)
+@pytest.mark.parametrize("kind", ["fsdp2", "async-fsdp2"])
+def test_two_ranks_of_fsdp2_publish_their_shards(served: Served, kind: str) -> None:
+    check(served.train(kind, *LAUNCHER)["updates"], 4)
 
 
 @pytest.mark.rare

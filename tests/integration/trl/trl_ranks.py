@@ -6,6 +6,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from weightsync.errors import WeightSyncError
@@ -38,3 +39,27 @@ def update(rank: int, store: str, coordinator: str, own: bool) -> str:
     finally:
         dist.destroy_process_group()
     return "merged" if trainer.merged else "published"
+
+
+def train_twice(rank: int, store: str, coordinator: str, token: str) -> list[str]:
+    """Two runs of one update each on ``rank`` of two that hold the same model, and the versions that they brought."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS))
+    transfer = WeightTransfer(coordinator, token=token, timeout=SECONDS)
+    torch.manual_seed(2)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(is_main_process=rank == 0, unwrap_model=lambda model: model),
+        weight_transfer=None if rank else transfer, model_version=0, rollout_worker=None,
+        model=torch.nn.ModuleDict({"up": torch.nn.Linear(5, 7, bias=False), "down": torch.nn.Linear(7, 3, bias=False)}),
+    )  # fmt: skip
+    versions = []
+    try:
+        for _ in range(2):
+            _synchronize(merging, trainer, 0.0)
+            assert transfer.result is not None
+            versions.append(str(transfer.result.version).rpartition("@")[2])
+            if not rank:
+                transfer.destroy()
+        return versions
+    finally:
+        transfer.destroy()
+        dist.destroy_process_group()

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -256,36 +257,31 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     aborted: list[float] = []
 
     class Checked(WeightTransfer):
-        def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def publish(self, trainer: Any) -> None:
             running.append(count("num_requests_running"))
             aborted.append(count(aborts))
-            held: list[tuple[str, torch.Tensor]] = []
-
-            def kept() -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in iterator:
-                    held.append((name, tensor.detach().clone()))
-                    yield name, tensor
-                    if victim and oracle.updates:  # in the middle of the second update
-                        os.kill(victim, signal.SIGKILL)
-
             started = time.monotonic()
+            if victim and oracle.updates:
+                threading.Timer(0.005, os.kill, (victim, signal.SIGKILL)).start()  # in the second update
             try:
-                super().send_weights(kept())
+                super().publish(trainer)
             except WeightSyncError as error:
                 failure.update(failed=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
                 raise
-            oracle.compare(held, self.result)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            if str(self.result.version).startswith(own := os.environ.get("WEIGHTSYNC_ADAPTER", "/")):
+                oracle.compare_adapter(model, self.result, own)
+            else:
+                merges = hasattr(model, "merge_adapter")
+                if merges:
+                    model.merge_adapter()
+                oracle.compare(trainer._streaming_iter(), self.result)
+                if merges:
+                    model.unmerge_adapter()
             aborted.append(count(aborts))
 
-        def publish_adapter(self, trainer: Any) -> bool:
-            running.append(count("num_requests_running"))
-            aborted.append(count(aborts))
-            alone = super().publish_adapter(trainer)
-            if alone:
-                oracle.compare_adapter(
-                    trainer.accelerator.unwrap_model(trainer.model), self.result, os.environ["WEIGHTSYNC_ADAPTER"]
-                )
-            return alone
+        def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+            raise AssertionError("TRL gathered")
 
     def count(name: str) -> float:
         """A figure of vLLM's own."""
@@ -306,7 +302,8 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     )  # fmt: skip
     trainer = AsyncGRPOTrainer(
         model=directory, reward_funcs=reward, args=args, train_dataset=dataset(True), processing_class=words,
-        weight_transfer=Checked(timeout=60), peft_config=lora("embeddings" in kind) if "-" in kind else None,
+        weight_transfer=Checked(timeout=60),
+        peft_config=lora("embeddings" in kind) if "lora" in kind or "adapter" in kind else None,
     )  # fmt: skip
     try:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}" if resumed else None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from weightsync.errors import ConfigurationError, RoundFailed
-from weightsync.integrations.trl.lora_publisher import MERGING, LoraPublisher, base_parameters
+from weightsync.integrations.trl.model_publisher import MERGING, ModelPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report
 from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.integrations.trl.transfer import JoinOptions, WeightTransfer
@@ -20,7 +19,6 @@ from weightsync.protocol.messages import RoundResult
 from weightsync.protocol.notices import tell
 from weightsync.releases import check_interface, warn_if_untested
 from weightsync.tensors.shards import DTypes
-from weightsync.trainer.trainer import Trainer
 from weightsync.transports.base import Transport
 
 _OWN = "_weightsync"
@@ -106,7 +104,7 @@ class ServerModePublisher:
 
     Each rank publishes its own shards where they can be derived from its parameters: one process, DDP, FSDP2, ZeRO up to stage 2.
     Under FSDP1 and ZeRO-3 TRL gathers whole tensors on all ranks, and rank 0 publishes these. Of a PEFT model the adapter alone is
-    published where that is possible (:class:`LoraPublisher`).
+    published where that is possible (:class:`ModelPublisher`).
     """
 
     def __init__(self, generation: Any, options: JoinOptions, wait_for_replicas: float = 0.0) -> None:  # noqa: ANN401 - TRL's
@@ -122,10 +120,9 @@ class ServerModePublisher:
         self._gathered = WeightTransfer(**vars(options) | {"server": server}) if gathers else None
         if gathers and self._main and not options.merge and hasattr(getattr(generation, "model", None), "merge_adapter"):
             tell(_log, f"{MERGING} TRL gathers what FSDP1 and ZeRO-3 hold in parts. Under FSDP2 only the adapter is sent")
-        self._lora = LoraPublisher(options, self._server)
+        self._publisher = ModelPublisher(options, self._server)
         self._named: list[Any] = []
         """What TRL's requests named before they named an adapter."""
-        self._trainer: Trainer | None = None
         self._closer: weakref.finalize[Any, Any] | None = None
         self.result: RoundResult | None = None
         """Result of the last update; with gathered weights on rank 0 alone."""
@@ -150,52 +147,30 @@ class ServerModePublisher:
         try:
             self.result = self._attempt(generation)
         except RoundFailed as error:  # on every rank
-            trainer = self._lora.base or self._trainer
+            trainer = self._publisher.trainer
             if not self._wait_seconds or trainer is None:
                 raise
             if self._main:
                 tell(_log, f"{error}. Waiting up to {self._wait_seconds:g} s for {options.replicas} replicas, to publish again")
             trainer.wait_for_replicas(options.replicas, self._wait_seconds)
-            if self._lora.base is not None:  # a server that came back loaded its own
+            if self._publisher.base is not None:  # a server that came back loaded its own
                 trainer.publish(timeout=options.timeout)
             self.result = self._attempt(generation)
         if self._main:
             report(self.result, self._asking)
 
     def _attempt(self, generation: Any) -> RoundResult:  # noqa: ANN401 - TRL's
-        options, result = self._options, self._lora.publish(generation.model, self._asking)
-        if result is None:
-            with _merged(generation.model) as state:
-                if self._trainer is None:
-                    self._trainer = self._lora.base or options.join(state)
-                    self._closer = weakref.finalize(self, self._trainer.close)
-                result = self._trainer.publish(options.number(self._trainer), timeout=options.timeout)
-            if self._server is not None:
-                if self._named:
-                    generation.vllm_client.model = self._named.pop()
-                self._server.check_label(result.version)
-        elif self._main:
+        result = self._publisher.publish(generation.model, self._asking)
+        if self._publisher.adapter and self._main:
             self._named = self._named or [getattr(generation.vllm_client, "model", None)]
             generation.vllm_client.model = str(result.version)  # what TRL's requests name
+        elif self._named:
+            generation.vllm_client.model = self._named.pop()
         return result
 
     def close(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice; another update joins again."""
-        self._lora.close()
-        self._lora = LoraPublisher(self._options, self._server)
-        self._trainer = self.result = None
+        self._publisher.close()
+        self._publisher, self.result = ModelPublisher(self._options, self._server), None
         if self._closer is not None:
             self._closer()
-
-
-@contextmanager
-def _merged(model: Any) -> Iterator[torch.nn.Module | dict[str, torch.Tensor]]:  # noqa: ANN401 - Transformers' or PEFT's
-    """The model's parameters under the names of its checkpoint; adapters are merged into them meanwhile."""
-    if not hasattr(model, "merge_adapter"):
-        yield model
-        return
-    model.merge_adapter()
-    try:
-        yield dict(base_parameters(model))
-    finally:
-        model.unmerge_adapter()

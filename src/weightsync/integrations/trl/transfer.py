@@ -15,7 +15,7 @@ from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, Secret, variable
 from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import Aborted, ConfigurationError, DeadlineExceeded
-from weightsync.integrations.trl.lora_publisher import MERGING, OWNER, LoraPublisher
+from weightsync.integrations.trl.model_publisher import OWNER, ModelPublisher
 from weightsync.integrations.trl.reporting import calling_trainer, report, warn_of_rounding
 from weightsync.integrations.trl.rollout_server import RolloutServer
 from weightsync.integrations.updates import walk_on
@@ -114,8 +114,8 @@ class JoinOptions:
 class WeightTransfer(JoinOptions):
     """Publishes the weights of ``AsyncGRPOTrainer`` or ``AsyncDistillationTrainer``: ``weight_transfer=WeightTransfer()``.
 
-    TRL calls it on rank 0 alone, with a generator of whole tensors that all ranks drain. Pausing and resuming vLLM is part of a
-    round of weightsync, so TRL's own calls for it do nothing.
+    Each rank publishes its own shards, or those of the adapter alone (:meth:`publish`); where TRL calls :meth:`send_weights`, all
+    ranks gather whole tensors. Pausing and resuming vLLM is part of a round of weightsync, so TRL's own calls for it do nothing.
 
     Args:
         coordinator: URL of the coordinator that vLLM's server has joined. Default: ``WEIGHTSYNC_COORDINATOR``, else port 7400 of
@@ -139,17 +139,16 @@ class WeightTransfer(JoinOptions):
     _first = True
     _asking: object = None  # TRL's trainer
     _trainer: Trainer | None = None
-    _late = False  # a stream joins only if the adapter has to be merged
-    _lora: LoraPublisher | None = None
+    _publisher: ModelPublisher | None = None
     _latest: ClassVar[WeightTransfer | None] = None
     """Made last in this process: on ranks other than 0 TRL keeps none."""
 
     def __post_init__(self) -> None:
-        """Let TRL's trainers ask it, on every rank, to publish an adapter alone."""
+        """Let TRL's trainers ask it, on every rank, to publish what the rank holds."""
         super().__post_init__()
         earlier, WeightTransfer._latest = WeightTransfer._latest, self
-        if earlier is not None and earlier._lora is not None:
-            earlier._lora.close()
+        if earlier is not None:
+            earlier.leave()
         _follow_trainers()
 
     def init_weight_transfer(self) -> None:
@@ -160,28 +159,34 @@ class WeightTransfer(JoinOptions):
         self._asking = calling_trainer()
         if (server := self._server()) is not None:
             server.check_backend()
-        self._late = not self.merge and hasattr(_model_of(self._asking), "merge_adapter")
-        if not self._late:
-            self._trainer = self.join(Stream())
-        elif not hasattr(getattr(self._asking, "_sync_weight_merged", None), "__wrapped__"):
-            tell(_log, f"{MERGING} make WeightTransfer() after the import of this trainer")
+        else:
+            tell(
+                _log,
+                "it is not checked whether TRL samples from an updated server: its URL is unknown. Pass WeightTransfer(server=URL)",
+            )
+        synchronize = getattr(self._asking, "_sync_weight_merged", None)
+        if hasattr(synchronize, "__wrapped__"):
+            return  # it publishes shards
+        if synchronize is not None:
+            tell(_log, "all ranks gather whole tensors, which rank 0 sends: make WeightTransfer() after the import of this trainer")
+        self._trainer = self.join(Stream())
 
-    def publish_adapter(self, trainer: Any) -> bool:  # noqa: ANN401 - TRL's
-        """Publish the adapter of TRL's ``trainer`` alone, on every rank alike. ``False``: it has to be merged."""
+    def publish(self, trainer: Any) -> None:  # noqa: ANN401 - TRL's
+        """Publish the model of TRL's ``trainer``, on every rank alike. Nothing is gathered.
+
+        Raises what :class:`weightsync.Trainer` and its ``publish`` raise, and :class:`~weightsync.errors.ConfigurationError` if
+        the server that TRL samples from does not serve the version afterwards.
+        """
         main = trainer.accelerator.is_main_process
-        if self._lora is None:
-            self._lora = LoraPublisher(self, self._server() if main else None)
-        result = self._lora.publish(_model_of(trainer), trainer)
-        if result is None:
-            self._lora.close()
-        elif main:
-            self.result = result
-            report(result, trainer)
+        publisher = self._publisher = self._publisher or ModelPublisher(self, self._server() if main else None)
+        self.result = publisher.publish(trainer.accelerator.unwrap_model(trainer.model), trainer)
+        if main:
+            report(self.result, trainer)
             trainer.model_version += 1
             if trainer.rollout_worker is not None:
-                trainer.rollout_worker._loop_kwargs["model_name"] = self._lora.name  # read when it starts, after the first update
+                if publisher.adapter:
+                    trainer.rollout_worker._loop_kwargs["model_name"] = publisher.adapter  # read when it starts, after this update
                 trainer.rollout_worker.update_model_version(trainer.model_version)
-        return result is not None
 
     def pause(self) -> None:
         """Do nothing: the round pauses each replica only while its weights change."""
@@ -193,7 +198,7 @@ class WeightTransfer(JoinOptions):
         server that TRL samples from does not serve the version afterwards.
         """
         with OnFailure(walk_on, iterator):
-            trainer = self._trainer = self._trainer or (self.join(Stream()) if self._late else None)
+            trainer = self._trainer
             if trainer is None:
                 raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
         weights = self._noting(iterator) if self._first else iterator
@@ -201,11 +206,6 @@ class WeightTransfer(JoinOptions):
         report(self.result, self._asking)
         if (server := self._server()) is not None:
             server.check_label(self.result.version)
-        elif self._first:
-            tell(
-                _log,
-                "it is not checked whether TRL samples from an updated server: its URL is unknown. Pass WeightTransfer(server=URL)",
-            )
         self._first = False
 
     def _server(self) -> RolloutServer | None:
@@ -224,27 +224,32 @@ class WeightTransfer(JoinOptions):
 
     def destroy(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice."""
-        trainer, self._trainer, lora, self._lora, self._late = self._trainer, None, self._lora, None, False
-        for joined in (trainer, lora):
-            if joined is not None:
-                joined.close()
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+        self.leave()
 
-
-def _model_of(trainer: Any) -> Any:  # noqa: ANN401 - TRL's, PEFT's
-    accelerator = getattr(trainer, "accelerator", None)
-    return None if accelerator is None else accelerator.unwrap_model(trainer.model)
+    def leave(self) -> None:
+        """Leave it with this rank's shards: what :meth:`destroy` does on a rank that TRL does not tell. Safe twice."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
 
 
 def _follow_trainers() -> None:
-    """Let TRL's asynchronous trainers publish an adapter alone, instead of merging it first, where that is possible. Idempotent."""
+    """Let TRL's asynchronous trainers publish what each rank holds instead of gathering it. Idempotent."""
     for package, name in (("async_grpo", "AsyncGRPOTrainer"), ("async_distillation", "AsyncDistillationTrainer")):
         trainer: Any = getattr(sys.modules.get(f"trl.experimental.{package}"), name, None)  # a script imports what it uses
         wrap_once(trainer, "_sync_weight_merged", _synchronize)
 
 
-def _synchronize(merging: Callable[..., _Times], trainer: Any, began: float) -> _Times:  # noqa: ANN401 - TRL's
+def _synchronize(gathering: Callable[..., _Times], trainer: Any, began: float) -> _Times:  # noqa: ANN401 - TRL's
     transfer = WeightTransfer._latest
-    theirs = from_rank_zero("" if trainer.weight_transfer is transfer else "theirs")  # the others' trainers have none
-    if transfer is None or theirs or not transfer.publish_adapter(trainer):
-        return merging(trainer, began)
+    theirs = transfer is None or trainer.weight_transfer is not transfer  # on rank 0; the others' trainers have none
+    decided = from_rank_zero("theirs" if transfer is None or theirs else "" if transfer._publisher else "joins")
+    if transfer is None or decided == "theirs":
+        return gathering(trainer, began)
+    if decided and trainer.weight_transfer is None:  # TRL ended an earlier run of this process on rank 0 alone
+        transfer.leave()
+    transfer.publish(trainer)
     return began, began, time.time()

@@ -1,4 +1,4 @@
-"""The adapter of a PEFT model alone: its base is published once, and then each version of the adapter as ``name@number``."""
+"""The model of one of TRL's trainers: of a PEFT model the base once, and then each version of the adapter as ``name@number``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import uuid
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,32 +33,49 @@ MERGING = "each update merges the adapter into its base and moves all weights:"
 _log = logging.getLogger(__name__)
 
 
-class LoraPublisher:
-    """Publishes the active LoRA adapter of a PEFT model from one trainer rank. Make one on every rank, and call it alike.
+class ModelPublisher:
+    """Publishes the model of one of TRL's trainers from one rank. Make one on every rank, and call it alike. Nothing is gathered.
 
-    ``server`` is the one that TRL samples from, on rank 0 alone.
+    Each rank publishes its own shards, of a PEFT model those of the adapter alone where that is possible. ``server`` is the one
+    that TRL samples from, on rank 0 alone.
     """
 
     def __init__(self, options: JoinOptions, server: RolloutServer | None) -> None:
         self._options, self._server, self._merges = options, server, options.merge
         self._adapters: Adapters | None = None
         self._published = False
-        self.name = ""
-        """Name by which requests find the newest version."""
+        self._name = ""
+        self.adapter = ""
+        """Name by which requests find the newest version, if the last update published the adapter alone."""
         self.base: Trainer | None = None
         """The publisher of the base weights, once it has published them. A quantized base is the server's own."""
+        self.trainer: Trainer | None = None
+        """The publisher of the base or of whole models, once it has joined."""
         self._owned = ExitStack()
         self.close = weakref.finalize(self, self._owned.close)
         """Leave the coordinator, at the latest at the end of the process. Replicas keep what they serve. Safe twice."""
 
-    def publish(self, model: Any, trainer: object) -> RoundResult | None:  # noqa: ANN401 - Transformers' or PEFT's
-        """Bring the adapter of ``model`` as it is now to every replica. ``None``: it has to be merged, and one log line says why.
+    def publish(self, model: Any, trainer: object) -> RoundResult:  # noqa: ANN401 - Transformers' or PEFT's
+        """Bring ``model`` as it is now to every replica. ``trainer`` is TRL's.
 
-        Nothing is paused. Running requests go on with the version that they began with. ``trainer`` is TRL's.
+        With an adapter alone nothing is paused, and running requests go on with the version that they began with. One log line says
+        why an adapter is merged.
 
         Raises what :class:`weightsync.Trainer`, :class:`weightsync.Adapters` and their ``publish`` raise, and
         :class:`~weightsync.errors.ConfigurationError` if the server that TRL samples from does not serve the version afterwards.
         """
+        result, options = self._publish_adapter(model, trainer), self._options
+        self.adapter = "" if result is None else self._name
+        if result is None:
+            with _merged(model) as state:
+                if self.trainer is None:
+                    self.trainer = self._owned.enter_context(options.join(state))
+                result = self.trainer.publish(options.number(self.trainer), timeout=options.timeout)
+            if self._server is not None:
+                self._server.check_label(result.version)
+        return result
+
+    def _publish_adapter(self, model: Any, trainer: object) -> RoundResult | None:  # noqa: ANN401 - Transformers' or PEFT's
         if self._merges or not hasattr(model, "merge_adapter"):
             return None
         if self._adapters is None:
@@ -66,7 +83,7 @@ class LoraPublisher:
                 choice, failed = self._choice(model, trainer), None
             except WeightSyncError as error:  # the other ranks wait to hear of it
                 choice, failed = f"\n\n{error}", error
-            self.name, _, source = (answer := from_rank_zero(choice)).partition("\n")
+            self._name, _, source = (answer := from_rank_zero(choice)).partition("\n")
             if source.startswith("\n"):
                 raise failed or ConfigurationError(f"rank 0 could not publish: {source.strip()}")
             if not source:
@@ -79,7 +96,7 @@ class LoraPublisher:
                 "update on, or enable(merge=True) and WeightTransfer(merge=True) send all weights"
             )
         try:
-            result = self._adapters.publish(self.name, timeout=self._options.timeout)
+            result = self._adapters.publish(self._name, timeout=self._options.timeout)
         except RoundFailed as error:
             if self._published or self.base is None:
                 raise
@@ -89,7 +106,7 @@ class LoraPublisher:
         if self._server is not None:
             self._server.check_label(result.version, adapter=True)
             with suppress(WeightSyncError):  # a replica that is away drops them when it is back
-                self._adapters.retire(self.name, _KEPT, timeout=self._options.timeout)
+                self._adapters.retire(self._name, _KEPT, timeout=self._options.timeout)
         return result
 
     def _choice(self, model: Any, trainer: object) -> str:  # noqa: ANN401 - PEFT's
@@ -124,17 +141,30 @@ class LoraPublisher:
             )  # fmt: skip
             owned.enter_context(adapters)
             left = {lora.name for lora in (self._served() if self._server else ()) if not lora.published}
-            for name in {name for name in left if name.startswith(OWNER)} - {self.name}:
+            for name in {name for name in left if name.startswith(OWNER)} - {self._name}:
                 with suppress(WeightSyncError):  # an earlier run's versions would keep their slots
                     adapters.retire(name, 0)
             self._owned.callback(owned.pop_all().close)
-        self.base = base
+        self.base = self.trainer = base
         return adapters
 
     def _merge(self, why: str) -> None:
         self._merges = True
         if self._server is not None:
             tell(_log, f"{MERGING} {why}")
+
+
+@contextmanager
+def _merged(model: Any) -> Iterator[torch.nn.Module | dict[str, torch.Tensor]]:  # noqa: ANN401 - Transformers' or PEFT's
+    """The model's parameters under the names of its checkpoint; adapters are merged into them meanwhile."""
+    if not hasattr(model, "merge_adapter"):
+        yield model
+        return
+    model.merge_adapter()
+    try:
+        yield dict(base_parameters(model))
+    finally:
+        model.unmerge_adapter()
 
 
 def _trained_beside(model: Any) -> str:  # noqa: ANN401 - PEFT's

@@ -254,8 +254,8 @@ def test_an_asynchronous_trainer_ends_where_another_server_was_updated(rollout: 
 def test_parts_that_do_not_say_what_they_are_parts_of_are_refused(rollout: RolloutServer) -> None:
     """As parameters under FSDP1 and ZeRO-3."""
     with coordinator() as running, replica(running, module(1)):
-        flat = torch.nn.ParameterDict({"up": torch.nn.Parameter(torch.zeros(18)), "down": torch.nn.Parameter(torch.zeros(0))})
-        flat = torch.nn.ModuleDict({name: torch.nn.ParameterDict({"weight": one}) for name, one in flat.items()})
+        parts = {"up": torch.zeros(18), "down": torch.zeros(0)}
+        flat = torch.nn.ModuleDict({name: torch.nn.ParameterDict({"weight": part}) for name, part in parts.items()})
         training = AsyncTraining(rollout.url, WeightTransfer(running.url, token=running.token, timeout=30), flat)
         with pytest.raises(ManifestMismatch, match=r"up\.weight"):
             training.train(1)

@@ -268,6 +268,7 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
             except WeightSyncError as error:
                 failure.update(failed=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
                 raise
+            assert self.result is not None
             model = trainer.accelerator.unwrap_model(trainer.model)
             if str(self.result.version).startswith(own := os.environ.get("WEIGHTSYNC_ADAPTER", "/")):
                 oracle.compare_adapter(model, self.result, own)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.integration.server.service_support import free_port
 from tests.integration.trl.test_trl_transfer import RolloutServer, Training, generation_of
-from tests.integration.trl.trl_ranks import update
+from tests.integration.trl.trl_ranks import adapted, merge_after_a_pass, update
 
 from weightsync import Adapters, Engine
 from weightsync.config import Secret, ServerSettings
@@ -312,6 +312,35 @@ def test_merging_stays_an_option(rollout: RolloutServer, caplog: pytest.LogCaptu
         assert server.update().version.run == "math" and replica.agrees(model, None)
         server.publisher.close()
     assert not told(caplog)
+
+
+def test_what_is_merged_is_the_model_as_it_is_now(rollout: RolloutServer) -> None:
+    """The first update's parameters were published again, also where the program had replaced one of them."""
+    with coordinator() as running, (replica := Replica(running, rollout)).joined:
+        server = Server(running, rollout.url, model := trained(2), merge=True)
+        for number in range(3):
+            layer = model.base_model.model[1]
+            layer.weight = torch.nn.Parameter(layer.weight + number, requires_grad=False)
+            step(model)
+            server.update()
+            assert replica.agrees(model, None)
+        server.generation.model = other = trained(7)
+        server.update()
+        assert replica.agrees(other, None)
+        server.publisher.close()
+
+
+def test_parameters_that_a_pass_left_gathered_are_merged_as_shards(tmp_path: Path) -> None:
+    """PEFT merged into the gathered copies, and the shards were published: a base without its adapter, verified."""
+    served = torch.nn.ModuleDict({"up": torch.nn.Linear(5, 7, bias=False), "down": torch.nn.Linear(7, 3, bias=False)})
+    with coordinator() as running, ProcessPoolExecutor(2, get_context("spawn")) as ranks:
+        given = [str(tmp_path / "store")] * 2, [running.url] * 2, [running.token] * 2
+        with Engine(ModuleAdapter(served.bfloat16()), "one", running.url, token=running.token):
+            assert list(ranks.map(merge_after_a_pass, (0, 1), *given)) == ["installed"] * 2
+    (model := adapted(2)).merge_adapter()
+    wanted = {name: value for name, value in model.named_parameters() if "lora_" not in name}
+    for value, other in zip(wanted.values(), served.parameters(), strict=True):
+        assert torch.allclose(value.bfloat16(), other, atol=0.01), wanted.keys()
 
 
 def test_a_quantized_base_stays_what_the_server_loaded(rollout: RolloutServer) -> None:

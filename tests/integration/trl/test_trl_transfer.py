@@ -9,12 +9,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
-from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -22,12 +20,10 @@ import pytest
 import torch
 from tests.integration.pauses import NotesPauses
 from tests.integration.server.service_support import free_port
-from tests.integration.trl.trl_ranks import train_twice
 
 from weightsync import Engine
 from weightsync.config import ServerSettings
 from weightsync.engines.module import ModuleAdapter
-from weightsync.engines.wrapped_methods import wrap_once
 from weightsync.errors import (
     Aborted,
     AuthenticationError,
@@ -41,7 +37,7 @@ from weightsync.errors import (
 from weightsync.integrations.__main__ import main as check_installation
 from weightsync.integrations.trl import WeightTransfer
 from weightsync.integrations.trl.server_mode import ServerModePublisher
-from weightsync.integrations.trl.transfer import JoinOptions, _synchronize
+from weightsync.integrations.trl.transfer import JoinOptions
 from weightsync.server.server import BackgroundServer
 
 T = TypeVar("T")
@@ -165,33 +161,6 @@ class Training:
         return work()
 
 
-class AsyncTraining(Training):
-    """An asynchronous trainer of TRL's that was imported before its weight transfer was made, on rank 0."""
-
-    def __init__(self, url: str, transfer: WeightTransfer, model: torch.nn.Module) -> None:
-        super().__init__(url)
-        self.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda wrapped: wrapped)
-        self.weight_transfer, self.model, self.model_version = transfer, model, 0
-        self.told: list[int] = []
-        self.rollout_worker = SimpleNamespace(update_model_version=self.told.append, _loop_kwargs={"model_name": "tiny"})
-
-    def _sync_weight_merged(self, began: float) -> tuple[float, float, float]:
-        raise AssertionError("it gathered")
-
-    def train(self, updates: int) -> None:
-        self.call(self.weight_transfer.init_weight_transfer)
-        try:
-            for _ in range(updates):
-                with torch.no_grad():
-                    next(iter(self.model.parameters())).add_(1)
-                self._sync_weight_merged(time.time())
-        finally:
-            self.weight_transfer.destroy()
-
-
-wrap_once(AsyncTraining, "_sync_weight_merged", _synchronize)
-
-
 def options(running: BackgroundServer, timeout: float = 30.0) -> JoinOptions:
     return JoinOptions(running.url, token=running.token, timeout=timeout)
 
@@ -222,65 +191,6 @@ def test_a_server_that_is_not_the_updated_replica_ends_the_training(rollout: Rol
         rollout.lacks = "/server_info"
         with pytest.raises(ConfigurationError, match="Restart it with its development routes: VLLM_SERVER_DEV_MODE=1"):
             update(transfer, Training(rollout.url), Source(4))
-
-
-def test_an_asynchronous_trainer_publishes_what_it_holds_and_gathers_nothing(rollout: RolloutServer) -> None:
-    """Rank 0 sent whole tensors that all ranks gathered, through host memory, and results said `received`."""
-    with coordinator() as running, replica(running, served := module(1)):
-        rollout.serves(running)
-        training = AsyncTraining(rollout.url, transfer := WeightTransfer(running.url, token=running.token, timeout=30), module(2))
-        frozen = list(training.model.parameters())[-1].requires_grad_(False)
-        for count in (2, 1):  # TRL ends a transfer after each run
-            training.train(count)
-            assert all(torch.equal(*pair) for pair in zip(served.parameters(), training.model.parameters(), strict=True))
-        assert not frozen.requires_grad
-        assert transfer.result is not None
-        assert str(transfer.result.version).endswith("@3")
-        (one,) = transfer.result.replicas
-        assert (one.delivery, one.verified) == ("direct", "installed")
-    assert training.told == [1, 2, 3] and training.model_version == 3
-    assert training._metrics["train"]["weightsync/replicas_ok"] == [1.0] * 3
-    assert training.rollout_worker._loop_kwargs == {"model_name": "tiny"}
-
-
-def test_an_asynchronous_trainer_ends_where_another_server_was_updated(rollout: RolloutServer) -> None:
-    with coordinator() as running, replica(running, module(1)):
-        training = AsyncTraining(rollout.url, WeightTransfer(running.url, token=running.token, timeout=30), module(2))
-        with pytest.raises(ConfigurationError, match="serves 'run-of-another@7'"):
-            training.train(1)
-    assert training.told == []
-
-
-def test_parts_that_do_not_say_what_they_are_parts_of_are_refused(rollout: RolloutServer) -> None:
-    """As parameters under FSDP1 and ZeRO-3."""
-    with coordinator() as running, replica(running, module(1)):
-        parts = {"up": torch.zeros(18), "down": torch.zeros(0)}
-        flat = torch.nn.ModuleDict({name: torch.nn.ParameterDict({"weight": part}) for name, part in parts.items()})
-        training = AsyncTraining(rollout.url, WeightTransfer(running.url, token=running.token, timeout=30), flat)
-        with pytest.raises(ManifestMismatch, match=r"up\.weight"):
-            training.train(1)
-
-
-def test_a_transfer_that_is_made_before_its_trainers_import_says_that_it_gathers(
-    rollout: RolloutServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Unknown(Training):
-        def _sync_weight_merged(self, began: float) -> None: ...
-
-    with coordinator() as running, replica(running, served := module(1)):
-        rollout.serves(running)
-        transfer, source = WeightTransfer(running.url, token=running.token, timeout=30), Source(1)
-        update(transfer, Unknown(rollout.url), source)
-        assert holds(served, source)
-    lines = [record.getMessage() for record in caplog.records if "all ranks gather whole tensors" in record.getMessage()]
-    assert len(lines) == 1 and "after the import of this trainer" in lines[0]
-
-
-def test_the_other_ranks_join_again_with_the_first_one(tmp_path: Path) -> None:
-    """TRL ends a transfer on rank 0 alone, and each run of one process begins with another one there."""
-    with coordinator() as running, replica(running, module(1)), ProcessPoolExecutor(2, get_context("spawn")) as ranks:
-        results = list(ranks.map(train_twice, (0, 1), [str(tmp_path / "store")] * 2, [running.url] * 2, [running.token] * 2))
-    assert results == [["1", "2"]] * 2
 
 
 def test_a_server_without_our_backend_is_refused_before_anything_is_waited_for(rollout: RolloutServer) -> None:

@@ -8,7 +8,7 @@ import re
 import uuid
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,8 @@ class ModelPublisher:
     def __init__(self, options: JoinOptions, server: RolloutServer | None) -> None:
         self._options, self._server, self._merges = options, server, options.merge
         self._adapters: Adapters | None = None
+        self._model: Any = None
+        self._weights: dict[str, torch.Tensor] = {}  # of a PEFT model, as they are in this update
         self._published = False
         self._name = ""
         self.adapter = ""
@@ -55,6 +57,14 @@ class ModelPublisher:
         self.close = weakref.finalize(self, self._owned.close)
         """Leave the coordinator, at the latest at the end of the process. Replicas keep what they serve. Safe twice."""
 
+    def of(self, model: Any) -> ModelPublisher:  # noqa: ANN401 - Transformers' or PEFT's
+        """The publisher of ``model``: this one, or one that joins in its place because the trainer has another model now."""
+        self._model = model if self._model is None else self._model
+        if model is self._model:
+            return self
+        self.close()
+        return ModelPublisher(self._options, self._server).of(model)
+
     def publish(self, model: Any, trainer: object) -> RoundResult:  # noqa: ANN401 - Transformers' or PEFT's
         """Bring ``model`` as it is now to every replica. ``trainer`` is TRL's.
 
@@ -64,12 +74,18 @@ class ModelPublisher:
         Raises what :class:`weightsync.Trainer`, :class:`weightsync.Adapters` and their ``publish`` raise, and
         :class:`~weightsync.errors.ConfigurationError` if the server that TRL samples from does not serve the version afterwards.
         """
-        result, options = self._publish_adapter(model, trainer), self._options
+        peft, options = hasattr(model, "merge_adapter"), self._options
+        for part in model.modules() if peft else ():
+            if hasattr(part, "reshard"):  # FSDP2, after a pass without gradients: the gathered copy would be read and merged
+                part.reshard()
+        result = self._publish_adapter(model, trainer)
         self.adapter = "" if result is None else self._name
         if result is None:
-            with _merged(model) as state:
+            with _merged(model) if peft else nullcontext():
+                if peft:
+                    self._weights.update(base_parameters(model))
                 if self.trainer is None:
-                    self.trainer = self._owned.enter_context(options.join(state))
+                    self.trainer = self._owned.enter_context(options.join(self._weights if peft else model))
                 result = self.trainer.publish(options.number(self.trainer), timeout=options.timeout)
             if self._server is not None:
                 self._server.check_label(result.version)
@@ -128,7 +144,8 @@ class ModelPublisher:
         options, base = self._options, None
         with ExitStack() as owned:
             if not is_quantized(model):
-                base = owned.enter_context(options.join(dict(base_parameters(model))))
+                self._weights.update(base_parameters(model))
+                base = owned.enter_context(options.join(self._weights))
                 result = base.publish(options.number(base), timeout=options.timeout)
                 if self._server is not None:
                     report(result, None)
@@ -155,14 +172,10 @@ class ModelPublisher:
 
 
 @contextmanager
-def _merged(model: Any) -> Iterator[torch.nn.Module | dict[str, torch.Tensor]]:  # noqa: ANN401 - Transformers' or PEFT's
-    """The model's parameters under the names of its checkpoint; adapters are merged into them meanwhile."""
-    if not hasattr(model, "merge_adapter"):
-        yield model
-        return
+def _merged(model: Any) -> Iterator[None]:  # noqa: ANN401 - PEFT's
     model.merge_adapter()
     try:
-        yield dict(base_parameters(model))
+        yield
     finally:
         model.unmerge_adapter()
 

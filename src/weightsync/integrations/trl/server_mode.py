@@ -160,6 +160,7 @@ class ServerModePublisher:
             report(self.result, self._asking)
 
     def _attempt(self, generation: Any) -> RoundResult:  # noqa: ANN401 - TRL's
+        self._publisher = self._publisher.of(generation.model)
         result = self._publisher.publish(generation.model, self._asking)
         if self._publisher.adapter and self._main:
             self._named = self._named or [getattr(generation.vllm_client, "model", None)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weightsync.closing import OnFailure
 from weightsync.config import ClientSettings, Secret, variable
@@ -35,6 +37,7 @@ _LOOK = (
     "WEIGHTSYNC_COORDINATOR in its environment, and has the token (WEIGHTSYNC_TOKEN_FILE on another machine or as another user): "
     "its log says whether it joined, or why not"
 )
+_OWN = "_weightsync"
 _Times = tuple[float, float, float]
 _log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class JoinOptions:
             ManifestMismatch: A server that joined holds another model.
             WeightSyncError: What :class:`weightsync.Trainer` raises.
         """
-        alone = isinstance(state, Stream)
+        alone = isinstance(state, Stream) or not dist.is_initialized()  # whatever a launcher's variables say of other programs
         if not isinstance(state, Stream):
             named = state.items() if isinstance(state, Mapping) else state.named_parameters()
             any(warn_of_rounding(name, tensor.dtype, self.dtype) for name, tensor in named)
@@ -140,19 +143,18 @@ class WeightTransfer(JoinOptions):
     _asking: object = None  # TRL's trainer
     _trainer: Trainer | None = None
     _publisher: ModelPublisher | None = None
-    _latest: ClassVar[WeightTransfer | None] = None
-    """Made last in this process: on ranks other than 0 TRL keeps none."""
 
     def __post_init__(self) -> None:
         """Let TRL's trainers ask it, on every rank, to publish what the rank holds."""
         super().__post_init__()
-        earlier, WeightTransfer._latest = WeightTransfer._latest, self
-        if earlier is not None:
-            earlier.leave()
         _follow_trainers()
 
     def init_weight_transfer(self) -> None:
-        """Join the coordinator, and wait for replicas. Raises what :class:`weightsync.Trainer` and its wait for replicas raise."""
+        """Check that the coordinator and the server can be reached. Where TRL will gather, join, and wait for replicas.
+
+        Raises what :class:`weightsync.Trainer` and its wait for replicas raise, and
+        :class:`~weightsync.errors.ConfigurationError` if the server was started with another weight-transfer backend.
+        """
         warn_if_untested("trl")
         self.destroy()
         self.check()
@@ -164,11 +166,14 @@ class WeightTransfer(JoinOptions):
                 _log,
                 "it is not checked whether TRL samples from an updated server: its URL is unknown. Pass WeightTransfer(server=URL)",
             )
-        synchronize = getattr(self._asking, "_sync_weight_merged", None)
-        if hasattr(synchronize, "__wrapped__"):
-            return  # it publishes shards
-        if synchronize is not None:
-            tell(_log, "all ranks gather whole tensors, which rank 0 sends: make WeightTransfer() after the import of this trainer")
+        if getattr(self._asking, _OWN, None) is self:
+            return  # its first update joins, on every rank
+        if hasattr(self._asking, "_sync_weight_merged"):
+            tell(
+                _log,
+                "all ranks gather whole tensors, which rank 0 sends. To avoid it, make WeightTransfer() after the import of this "
+                "trainer, and pass it as weight_transfer",
+            )
         self._trainer = self.join(Stream())
 
     def publish(self, trainer: Any) -> None:  # noqa: ANN401 - TRL's
@@ -177,9 +182,10 @@ class WeightTransfer(JoinOptions):
         Raises what :class:`weightsync.Trainer` and its ``publish`` raise, and :class:`~weightsync.errors.ConfigurationError` if
         the server that TRL samples from does not serve the version afterwards.
         """
-        main = trainer.accelerator.is_main_process
-        publisher = self._publisher = self._publisher or ModelPublisher(self, self._server() if main else None)
-        self.result = publisher.publish(trainer.accelerator.unwrap_model(trainer.model), trainer)
+        main, model = trainer.accelerator.is_main_process, trainer.accelerator.unwrap_model(trainer.model)
+        self._end_stream()
+        publisher = self._publisher = (self._publisher or ModelPublisher(self, self._server() if main else None)).of(model)
+        self.result = publisher.publish(model, trainer)
         if main:
             report(self.result, trainer)
             trainer.model_version += 1
@@ -198,6 +204,9 @@ class WeightTransfer(JoinOptions):
         server that TRL samples from does not serve the version afterwards.
         """
         with OnFailure(walk_on, iterator):
+            if self._trainer is None and self._asking is not None:  # it gathers after all
+                self.leave()
+                self._trainer = self.join(Stream())
             trainer = self._trainer
             if trainer is None:
                 raise Aborted("init_weight_transfer() comes before send_weights(), and destroy() after it")
@@ -224,13 +233,17 @@ class WeightTransfer(JoinOptions):
 
     def destroy(self) -> None:
         """Leave the coordinator. Replicas keep their weights. Safe twice."""
+        self._asking = None
+        self._end_stream()
+        self.leave()
+
+    def _end_stream(self) -> None:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
-        self.leave()
 
     def leave(self) -> None:
-        """Leave it with this rank's shards: what :meth:`destroy` does on a rank that TRL does not tell. Safe twice."""
+        """Leave the coordinator with this rank's shards: TRL calls :meth:`destroy` on rank 0 alone. Safe twice."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
@@ -240,16 +253,43 @@ def _follow_trainers() -> None:
     """Let TRL's asynchronous trainers publish what each rank holds instead of gathering it. Idempotent."""
     for package, name in (("async_grpo", "AsyncGRPOTrainer"), ("async_distillation", "AsyncDistillationTrainer")):
         trainer: Any = getattr(sys.modules.get(f"trl.experimental.{package}"), name, None)  # a script imports what it uses
-        wrap_once(trainer, "_sync_weight_merged", _synchronize)
+        if trainer is not None:
+            follow(trainer)
+
+
+def follow(trainer: Any) -> None:  # noqa: ANN401 - a class of TRL's
+    """Let ``trainer`` publish what each rank holds, if it is given a :class:`WeightTransfer`. Idempotent."""
+    wrap_once(trainer, "__init__", _remember)
+    wrap_once(trainer, "_sync_weight_merged", _synchronize)
+    wrap_once(trainer, "_inner_training_loop", _train)
+
+
+def _remember(init: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - TRL's
+    given = inspect.signature(init).bind(trainer, *args, **kwargs).arguments.get("weight_transfer")
+    setattr(trainer, _OWN, given if isinstance(given, WeightTransfer) else None)  # TRL keeps it on rank 0 alone
+    init(trainer, *args, **kwargs)
+
+
+def _train(loop: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
+    transfer: WeightTransfer | None = getattr(trainer, _OWN, None)
+    try:
+        return loop(trainer, *args, **kwargs)
+    finally:
+        if transfer is not None:
+            transfer.leave()
 
 
 def _synchronize(gathering: Callable[..., _Times], trainer: Any, began: float) -> _Times:  # noqa: ANN401 - TRL's
-    transfer = WeightTransfer._latest
-    theirs = transfer is None or trainer.weight_transfer is not transfer  # on rank 0; the others' trainers have none
-    decided = from_rank_zero("theirs" if transfer is None or theirs else "" if transfer._publisher else "joins")
+    transfer: WeightTransfer | None = getattr(trainer, _OWN, None)
+    ours = transfer is not None and trainer.weight_transfer is transfer  # on rank 0
+    decided = from_rank_zero("theirs" if transfer is None or not ours else "" if transfer._publisher else "joins")
     if transfer is None or decided == "theirs":
         return gathering(trainer, began)
-    if decided and trainer.weight_transfer is None:  # TRL ended an earlier run of this process on rank 0 alone
-        transfer.leave()
+    if decided:
+        transfer.leave()  # where only rank 0 has left
+    if ours:
+        transfer.pause()  # a subclass may do something
     transfer.publish(trainer)
+    if ours:
+        transfer.resume()
     return began, began, time.time()

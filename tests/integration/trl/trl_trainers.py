@@ -293,8 +293,8 @@ def asynchronous(kind: str, directory: str, oracle: Oracle) -> dict[str, Any]:
     victim = int(os.environ.get("VICTIM", "0"))
     words = tokenizer(directory)
     words.response_template, words.response_schema = templates.qwen3_template, templates.qwen3_schema
-    folder = f"{directory}/async"
     resumed = kind == "resume"
+    folder = f"{directory}/{'async' if resumed else kind}"
     more: dict[str, Any] = {"max_completion_length": 200, "max_inflight_tasks": 8} if kind == "inflight" else {}
     args = AsyncGRPOConfig(
         **COMMON | {"save_strategy": "steps", "save_steps": STEPS, "max_steps": 2 * STEPS if resumed else STEPS} | more,

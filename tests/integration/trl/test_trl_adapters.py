@@ -71,16 +71,6 @@ class Replica:
             return torch.allclose(self.answer(name), model(X), atol=1e-5)
 
 
-@pytest.fixture
-def rollout() -> Iterator[RolloutServer]:
-    server = RolloutServer()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(server.http.serve_forever, 0.02)
-        yield server
-        server.http.shutdown()
-    server.http.server_close()
-
-
 @contextmanager
 def coordinator(run: str = "math", port: int = 0) -> Iterator[BackgroundServer]:
     with BackgroundServer(ServerSettings.load({}, port=port, run=run, token=Secret("t" * 43))) as running:

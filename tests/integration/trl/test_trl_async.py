@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +15,11 @@ import torch
 from tests.integration.trl.test_trl_transfer import RolloutServer, Source, Training, coordinator, holds, module, replica, update
 from tests.integration.trl.trl_ranks import train_twice
 
+from weightsync import Trainer
 from weightsync.errors import ConfigurationError, ManifestMismatch
 from weightsync.integrations.trl import WeightTransfer
 from weightsync.integrations.trl.transfer import follow
 from weightsync.server.server import BackgroundServer
-
-
-@pytest.fixture
-def rollout() -> Iterator[RolloutServer]:
-    server = RolloutServer()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(server.http.serve_forever, 0.02)
-        yield server
-        server.http.shutdown()
-    server.http.server_close()
 
 
 class AsyncTraining(Training):
@@ -41,6 +32,7 @@ class AsyncTraining(Training):
         self.told: list[int] = []
         self.rollout_worker = SimpleNamespace(update_model_version=self.told.append, _loop_kwargs={"model_name": "tiny"})
         self.gathered = 0
+        self.ends_transfer = True
 
     def _sync_weight_merged(self, began: float) -> tuple[float, float, float]:
         self.gathered += 1
@@ -57,7 +49,8 @@ class AsyncTraining(Training):
                     next(iter(self.model.parameters())).add_(1)
                 self._sync_weight_merged(time.time())
         finally:
-            self.weight_transfer.destroy()
+            if self.ends_transfer:
+                self.weight_transfer.destroy()
 
     def train(self, updates: int) -> None:
         self._inner_training_loop(updates)
@@ -181,6 +174,22 @@ def test_a_launchers_variables_say_nothing_of_a_trainer_without_ranks(
         training = AsyncTraining(rollout.url, module(2), transfer_of(running))
         training.train(1)
         assert training.is_served(served)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_whose_transfer_trl_does_not_end_leaves_when_its_run_ends(raises: bool, rollout: RolloutServer) -> None:
+    """As ranks other than 0. They stayed, and the next trainer of their coordinator was refused."""
+    with coordinator() as running, replica(running, served := module(1)):
+        rollout.serves(running)
+        training = AsyncTraining(rollout.url, module(2), transfer_of(running))
+        training.ends_transfer = False
+        if raises:
+            training.rollout_worker.update_model_version = training.told.__getitem__
+        with pytest.raises(IndexError) if raises else nullcontext():
+            training.train(1)
+        with Trainer(trained := module(5), running.url, token=running.token, rank=0, world_size=1) as other:
+            other.publish()
+        assert all(torch.equal(*pair) for pair in zip(served.parameters(), trained.parameters(), strict=True))
 
 
 def test_an_asynchronous_trainer_ends_where_another_server_was_updated(rollout: RolloutServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -137,17 +136,6 @@ class RolloutServer:
             return str(_ADAPTERS[running.url].version)
 
         self.label = label
-
-
-@pytest.fixture
-def rollout() -> Iterator[RolloutServer]:
-    made = RolloutServer()
-    thread = threading.Thread(target=made.http.serve_forever, args=(0.02,))
-    thread.start()
-    yield made
-    made.http.shutdown()
-    thread.join()
-    made.http.server_close()
 
 
 class Training:

@@ -261,7 +261,7 @@ def follow(trainer: Any) -> None:  # noqa: ANN401 - a class of TRL's
     """Let ``trainer`` publish what each rank holds, if it is given a :class:`WeightTransfer`. Idempotent."""
     wrap_once(trainer, "__init__", _remember)
     wrap_once(trainer, "_sync_weight_merged", _synchronize)
-    wrap_once(trainer, "_inner_training_loop", _train)
+    wrap_once(trainer, "_inner_training_loop", _leave_after)
 
 
 def _remember(init: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - TRL's
@@ -270,7 +270,7 @@ def _remember(init: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any
     init(trainer, *args, **kwargs)
 
 
-def _train(loop: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
+def _leave_after(loop: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
     transfer: WeightTransfer | None = getattr(trainer, _OWN, None)
     try:
         return loop(trainer, *args, **kwargs)
